@@ -1,0 +1,43 @@
+"""Fused multi-head attention on the CPU for NumPy.
+
+    attention          softmax(scale * query @ key.T) @ value for every head, with masks, windows,
+                       grouped heads, caches and gates; no n_query x n_key array is ever made
+    reference          the same formulas in plain float64 NumPy
+    show_config        version, instruction set, threads
+    get_num_threads    how many threads a call uses at most
+    set_num_threads    change that
+
+The command ``mha-fast demo`` shows it at work.
+"""
+
+from importlib.metadata import version as _version
+
+try:
+    from . import _core as _core
+except ImportError as error:
+    from pathlib import Path as _Path
+
+    if (_Path(__file__).parent.parent / "CMakeLists.txt").exists():
+        raise ImportError(
+            "This is the source tree of mha_fast, whose compiled core is not in it. "
+            "Run Python from another folder to get the installed package, or install the tree "
+            "for development with: pip install -e ."
+        ) from error
+    raise
+
+from . import reference
+from ._attention import attention
+from .config import choose_isa as _choose_isa
+from .config import get_num_threads, set_num_threads, show_config
+
+__version__ = _version("mha_fast")
+
+__all__ = [
+    "attention",
+    "get_num_threads",
+    "reference",
+    "set_num_threads",
+    "show_config",
+]
+
+_choose_isa()

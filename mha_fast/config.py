@@ -1,0 +1,105 @@
+"""Threads, the instruction set, and what this build is."""
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from . import _core
+from ._arguments import positive_int
+
+_n_thread: int | None = None
+
+
+def get_num_threads() -> int:
+    """Return the number of threads that a call uses at most.
+
+    Returns
+    -------
+    int
+        What `set_num_threads` was given last; before that what the OpenMP runtime says, which
+        follows ``OMP_NUM_THREADS`` and the CPUs this process may run on.
+    """
+    return _core.default_threads() if _n_thread is None else _n_thread
+
+
+def set_num_threads(n: int | None) -> None:
+    """Set the number of threads that a call uses at most, for the whole process.
+
+    Parameters
+    ----------
+    n : int or None
+        At least 1. None goes back to what the OpenMP runtime says. Results do not depend on it.
+
+    Raises
+    ------
+    TypeError
+        `n` is not an int.
+    ValueError
+        `n` is below 1.
+    """
+    global _n_thread
+    _n_thread = None if n is None else positive_int("n", n)
+
+
+def config_info() -> dict[str, Any]:
+    """Return what `show_config` prints.
+
+    Returns
+    -------
+    dict
+        ``version``, ``isa`` (in use), ``isas_available``, ``isas_built``, ``openmp`` (whether the
+        build has threads), ``num_threads``, ``openmp_runtimes`` (paths of those loaded in this
+        process, from any package; empty where the operating system does not tell).
+    """
+    from . import __version__
+
+    return {
+        "version": __version__,
+        "isa": _core.isa(),
+        "isas_available": _core.available_isas(),
+        "isas_built": _core.built_isas(),
+        "openmp": _core.has_openmp(),
+        "num_threads": get_num_threads(),
+        "openmp_runtimes": _openmp_runtimes(),
+    }
+
+
+def show_config() -> None:
+    """Print version, instruction sets, threads and the OpenMP runtimes loaded.
+
+    More than one runtime (another package brought its own) means more than one pool of threads;
+    results do not change.
+    """
+    info = config_info()
+    forced = os.environ.get("MHA_FAST_ISA")
+    lines = {
+        "mha_fast": info["version"],
+        "Python": sys.version.split()[0],
+        "instruction set": info["isa"] + (" (MHA_FAST_ISA)" if forced else ""),
+        "  available": ", ".join(info["isas_available"]),
+        "  in this build": ", ".join(info["isas_built"]),
+        "threads": str(info["num_threads"]) + ("" if info["openmp"] else " (built without OpenMP)"),
+        "OpenMP runtimes": "\n".join(info["openmp_runtimes"]) or "none found",
+    }
+    for name, text in lines.items():
+        print(f"{name:<18}" + text.replace("\n", "\n" + " " * 18))
+
+
+def choose_isa() -> None:
+    """Use the instruction set that the environment variable MHA_FAST_ISA names, if it is set."""
+    name = os.environ.get("MHA_FAST_ISA")
+    if name:
+        try:
+            _core.use_isa(name)
+        except ValueError as error:
+            raise ImportError(f"environment variable MHA_FAST_ISA={name}: {error}") from None
+
+
+def _openmp_runtimes() -> list[str]:
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        return []
+    paths = re.findall(r"/\S*/lib(?:gomp|omp|iomp5)[-.]\S*", maps.read_text())
+    return sorted(set(paths))

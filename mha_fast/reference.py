@@ -1,0 +1,279 @@
+"""The formulas of the library in plain NumPy: slow, short, and the judge of everything else.
+
+Nothing here is shared with the compiled kernel or with its argument checks, so that a mistake
+there cannot hide here too. Every array of scores is written out in full.
+
+    attention         every option of ``mha_fast.attention``, in float64
+    naive_attention   the usual five lines in the dtype of the input; baseline of the benchmarks
+    masked_scores     the scores before the softmax, and which keys each query may see
+    softmax           weights and log-sum-exp of those scores
+
+Sizes are written ``n_head, n_kv_head, n_query, n_key, head_width, value_width``; ``...`` stands
+for any number of batch axes.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from ._typing import Array, ArrayLike, Window
+
+__all__ = ["attention", "masked_scores", "naive_attention", "softmax"]
+
+
+def attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    attn_mask: ArrayLike | None = None,
+    *,
+    is_causal: bool = False,
+    window: Window | None = None,
+    query_offset: ArrayLike | str = 0,
+    kv_lengths: ArrayLike | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
+    head_mask: ArrayLike | None = None,
+    return_lse: bool = False,
+    precision: str = "highest",
+    out: Array | None = None,
+    num_threads: int | None = None,
+) -> Any:
+    """Multi-head attention in float64, with every option of ``mha_fast.attention``.
+
+    Parameters
+    ----------
+    query : array, (..., n_head, n_query, head_width)
+        Rank 2 is one head without a batch. Any float dtype; computed in float64.
+    key : array, (..., n_kv_head, n_key, head_width)
+        Query head ``h`` reads key head ``h // (n_head // n_kv_head)``.
+    value : array, (..., n_kv_head, n_key, value_width)
+    attn_mask : array, optional
+        Broadcastable to (..., n_head, n_query, n_key). Bool: True lets the key through.
+        Float: added to the score; -inf excludes the key.
+    is_causal : bool
+        Exclude the keys behind the position of the query.
+    window : (left, right), optional
+        Keep the keys from ``position - left`` to ``position + right``, both included; None is
+        no bound.
+    query_offset : int, int array (...) or "end"
+        Position of query 0 on the axis of the keys. "end": the last query is at the last key.
+    kv_lengths : int array, broadcastable to (...), optional
+        How many leading keys are real.
+    scale : float, optional
+        Factor of the dot product, ``1 / sqrt(head_width)`` when not given.
+    softcap : float, optional
+        Bound of the scaled scores, ``softcap * tanh(score / softcap)``.
+    alibi_slopes : array, (n_head,) or (..., n_head), optional
+        Penalty per position between query and key.
+    sinks : array, (n_head,), optional
+        One logit per head that takes weight and has no value.
+    head_mask : array, (n_head,) or (..., n_head), optional
+        Factor of the output of each head; a gate of 0 gives exactly 0.
+    return_lse : bool
+        Return the log-sum-exp of the scores as well.
+    out : array, optional
+        Receives the result, cast to its dtype.
+    precision, num_threads
+        Accepted for the sake of an equal signature, and ignored.
+
+    Returns
+    -------
+    out : float64 array, (..., n_head, n_query, value_width)
+        0 where a query has no key.
+    lse : float64 array, (..., n_head, n_query)
+        Only with `return_lse`. Natural logarithm; -inf where a query has neither key nor sink.
+
+    Notes
+    -----
+    Time and memory grow with ``n_query * n_key``; when visible values hold NaN or Inf, memory
+    also with ``value_width``.
+
+    References
+    ----------
+    Scaled dot products: Vaswani et al. 2017, section 3.2.1. Heads in groups: Ainslie et al. 2023,
+    section 2.2. Windows: Beltagy et al. 2020, section 3.1. ALiBi: Press et al. 2022, section 3.
+    Capped scores: Gemma Team 2024, section 2. Sinks: Xiao et al. 2024, section 3.2, in the form
+    of one learned logit per head. Head gates: Michel et al. 2019, section 2.3.
+    """
+    result, lse = _attention_in(
+        np.float64, query, key, value, attn_mask, is_causal=is_causal, window=window,
+        query_offset=query_offset, kv_lengths=kv_lengths, scale=scale, softcap=softcap,
+        alibi_slopes=alibi_slopes, sinks=sinks, head_mask=head_mask,
+    )  # fmt: skip
+    if out is not None:
+        np.copyto(out, result, casting="unsafe")
+        result = out
+    return (result, lse) if return_lse else result
+
+
+def _attention_in(
+    dtype: type[np.floating[Any]],
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    attn_mask: ArrayLike | None = None,
+    *,
+    sinks: ArrayLike | None = None,
+    head_mask: ArrayLike | None = None,
+    **score_options: Any,
+) -> tuple[Array, Array]:
+    """The same formula with every step in `dtype`: what rounding alone does to it."""
+    query, key, value = (np.asarray(x, dtype) for x in (query, key, value))
+    one_head = query.ndim == key.ndim == value.ndim == 2
+    query, key, value = _with_all_heads(query, key, value)
+    with np.errstate(all="ignore"):  # NaN, Inf and overflow are ordinary results here
+        scores, visible = masked_scores(query, key, attn_mask, **score_options)
+        weights, lse = softmax(scores, sinks)
+        result = _weighted_values(weights, value, visible)
+        nothing = ~visible.any(axis=-1) | (lse == -np.inf)  # no key, or none of any weight
+        result = np.where(nothing[..., None], dtype(0), result)
+        if head_mask is not None:
+            gate = np.asarray(head_mask, dtype)[..., None, None]
+            result = np.where(gate == 0, dtype(0), gate * result)
+    return (result[0], lse[0]) if one_head else (result, lse)
+
+
+def masked_scores(
+    query: Array,
+    key: Array,
+    attn_mask: ArrayLike | None = None,
+    *,
+    is_causal: bool = False,
+    window: Window | None = None,
+    query_offset: ArrayLike | str = 0,
+    kv_lengths: ArrayLike | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: ArrayLike | None = None,
+) -> tuple[Array, Array]:
+    """Scores of all pairs of query and key, and which of them count.
+
+    `query` and `key` have the same head and batch axes here; the options are those of
+    `attention`. Every step stays in the dtype of `query`.
+
+    Returns
+    -------
+    scores : array, (..., n_head, n_query, n_key)
+        -inf where the key is excluded.
+    visible : bool array of the same shape
+    """
+    dtype, n_query, n_key, head_width = query.dtype, query.shape[-2], key.shape[-2], key.shape[-1]
+    lengths = _per_sequence(n_key if kv_lengths is None else kv_lengths)
+    offset = lengths - n_query if isinstance(query_offset, str) else _per_sequence(query_offset)
+    position = offset + np.arange(n_query)[:, None]
+    distance = np.arange(n_key) - position  # positive: the key comes after the query
+
+    if scale is None:
+        scale = 1 / math.sqrt(head_width) if head_width else 1.0
+    scores = (query @ np.swapaxes(key, -1, -2)) * dtype.type(scale)
+    if softcap is not None:
+        softcap = dtype.type(softcap)
+        scores = softcap * np.tanh(scores / softcap)
+    if alibi_slopes is not None:
+        slopes = np.asarray(alibi_slopes, dtype)[..., None, None]
+        scores = scores - slopes * np.abs(distance).astype(dtype)
+
+    visible = np.arange(n_key) < lengths
+    if attn_mask is not None:
+        attn_mask = np.asarray(attn_mask)
+        if attn_mask.dtype == np.bool_:
+            visible = visible & attn_mask
+        else:
+            visible = visible & (attn_mask != -np.inf)
+            scores = scores + attn_mask.astype(dtype)
+    if is_causal:
+        visible = visible & (distance <= 0)
+    left, right = (None, None) if window is None else window
+    if left is not None:
+        visible = visible & (distance >= -left)
+    if right is not None:
+        visible = visible & (distance <= right)
+    visible = np.broadcast_to(visible, scores.shape)
+    return np.where(visible, scores, dtype.type(-np.inf)), visible
+
+
+def softmax(scores: Array, sinks: ArrayLike | None = None) -> tuple[Array, Array]:
+    """Weights over the last axis, and log-sum-exp of the scores with the sink of each head.
+
+    Parameters
+    ----------
+    scores : array, (..., n_head, n_query, n_key)
+        A score of -inf has weight 0; a row of nothing else has no weight at all.
+    sinks : array, (n_head,), optional
+
+    Returns
+    -------
+    weights : array like `scores`
+    lse : array, (..., n_head, n_query)
+    """
+    sink = scores.dtype.type(-np.inf)
+    if sinks is not None:
+        sink = np.asarray(sinks, scores.dtype)[..., None, None]
+    peak = np.maximum(scores.max(axis=-1, keepdims=True, initial=-np.inf), sink)
+    peak = np.where(peak == -np.inf, scores.dtype.type(0), peak)  # -inf - -inf would be NaN
+    weights = np.exp(scores - peak)
+    total = weights.sum(axis=-1, keepdims=True) + np.exp(sink - peak)
+    lse = peak + np.log(total)
+    return weights / np.where(total == 0, scores.dtype.type(1), total), lse[..., 0]
+
+
+def naive_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    attn_mask: ArrayLike | None = None,
+    is_causal: bool = False,
+) -> Array:
+    """The usual five lines, in the dtype of the input: the baseline of the benchmarks.
+
+    Parameters
+    ----------
+    query, key, value, attn_mask, is_causal
+        As in `attention`, rank 3 or more.
+
+    Returns
+    -------
+    array, (..., n_head, n_query, value_width), of the dtype of `query`
+        NaN where a query has no key.
+
+    References
+    ----------
+    Vaswani et al. 2017, section 3.2.1.
+    """
+    query, key, value = _with_all_heads(query, key, value)
+    scores = query @ key.swapaxes(-1, -2) * (1 / math.sqrt(query.shape[-1]))
+    if attn_mask is not None:
+        attn_mask = np.asarray(attn_mask)
+        if attn_mask.dtype == np.bool_:
+            attn_mask = np.where(attn_mask, scores.dtype.type(0), scores.dtype.type(-np.inf))
+        scores = scores + attn_mask.astype(scores.dtype, copy=False)
+    if is_causal:
+        scores = np.where(np.tri(*scores.shape[-2:], dtype=np.bool_), scores, -np.inf)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return (weights / weights.sum(axis=-1, keepdims=True)) @ value
+
+
+def _per_sequence(number: ArrayLike) -> Array:
+    """One number per sequence, ready to meet (..., n_head, n_query, n_key)."""
+    return np.asarray(number, np.int64)[..., None, None, None]
+
+
+def _with_all_heads(query: Array, key: Array, value: Array) -> tuple[Array, ...]:
+    """Bring the three to equal batch and head axes; each key/value head is repeated in place."""
+    query, key, value = (x[None] if x.ndim == 2 else x for x in (query, key, value))
+    group = query.shape[-3] // max(key.shape[-3], 1)
+    key, value = (np.repeat(x, group, axis=-3) for x in (key, value))
+    batch = np.broadcast_shapes(*(x.shape[:-3] for x in (query, key, value)))
+    return tuple(np.broadcast_to(x, batch + x.shape[-3:]) for x in (query, key, value))
+
+
+def _weighted_values(weights: Array, value: Array, visible: Array) -> Array:
+    """``weights @ value`` in which an excluded key adds nothing, not even ``0 * nan``."""
+    if np.isfinite(value).all():
+        return weights @ value
+    products = weights[..., None] * value[..., None, :, :]
+    return np.where(visible[..., None], products, weights.dtype.type(0)).sum(axis=-2)

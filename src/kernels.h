@@ -1,0 +1,174 @@
+/* The contract between the fused loop (_core.pyx) and the hardware (kernels/).
+ *
+ * One call of attention() is described by one mha_problem.  The loop cuts it into tasks and each task into
+ * key blocks, and calls the tile functions of one mha_kernels table for everything that touches numbers.
+ * There is one table per instruction set and arithmetic type; dispatch.c picks the instruction set.
+ *
+ * Two shapes of work:
+ *
+ *   tiles of rows    A vector lane is a query row.  Scores are kept transposed, [key][row]: the maximum and the sum
+ *                    over keys are vertical, a mask is a lane compare, K and V are read where they lie.
+ *   few rows         A vector lane is a feature (and, for the softmax, a key).  Every K and V row is read once for
+ *                    all rows, which is what decoding with a cache is bound by.
+ *
+ * "Row" means a (query, query head) pair of one key/value head, query major: row = query * group + head_in_group.
+ *
+ * Scores come in one of two units.  Without softcap, ALiBi or a float mask they stay raw dot products and the
+ * scale is folded into the exponential.  With one of those they are natural logits.  Either way the weights are
+ * 2**((score - maximum) * exp_scale).
+ */
+#ifndef MHA_KERNELS_H
+#define MHA_KERNELS_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum {
+    MHA_KEY_BLOCK = 64,     /* keys per block of a row tile (bench.compare: 32 is 2% slower, 128 7% on short_batch) */
+    MHA_MAX_ROWS = 64,      /* no table has a sub-tile with more rows than this */
+    MHA_MAX_FEW_ROWS = 8,   /* up to here a key/value head takes the few-rows path */
+    MHA_KEY_SPLIT = 512     /* keys per task of the few-rows path; fixed, so that results do not depend on threads */
+};
+
+/* Element types that a mask can have. */
+typedef enum { MHA_NO_MASK, MHA_BOOL, MHA_FLOAT16, MHA_BFLOAT16, MHA_FLOAT32, MHA_FLOAT64 } mha_mask_type;
+
+/* What a piece of a mask holds; a combination of these bits. */
+enum { MHA_MASK_VISIBLE = 1, MHA_MASK_EXCLUDED = 2 };
+
+/* A view of one operand: heads and rows by byte strides; its batch entries by offsets in the problem. */
+typedef struct {
+    char *data;
+    ptrdiff_t head_stride, row_stride;
+} mha_operand;
+
+typedef struct {
+    ptrdiff_t n_batch, n_head, n_kv_head, group, n_query, n_key, head_width, value_width;
+
+    mha_operand query, key, value, out, mask;
+    ptrdiff_t mask_key_stride;
+    mha_mask_type mask_type;
+    char *lse;                        /* (n_batch, n_head, n_query), contiguous, or NULL */
+    const ptrdiff_t *batch_offset[5]; /* byte offset of each batch entry in query, key, value, out, mask */
+
+    const int64_t *key_length;        /* n_batch valid lengths, or NULL: all n_key */
+    const int64_t *query_offset;      /* n_batch positions of query 0, or NULL: 0 */
+    int64_t window_left, window_right; /* query at p sees keys p - left ... p + right */
+
+    double query_scale;               /* applied to the query when it is packed: a sign, or 0 */
+    double score_scale;               /* raw dot product -> natural logit */
+    double exp_scale;                 /* unit of the kept scores -> exponent of 2 */
+    double lse_scale;                 /* unit of the kept scores -> natural logit */
+    int natural;                      /* scores are kept as natural logits */
+    double softcap;                   /* 0: none */
+    const double *alibi_slope;        /* n_batch * n_head, or NULL */
+    const double *sink;               /* n_head, or NULL */
+    const double *gate;               /* n_batch * n_head, or NULL */
+} mha_problem;
+
+/* What happens to a block of scores between the product and the softmax, in the order of the public contract. */
+typedef struct {
+    double score_scale;               /* 1 while scores stay raw */
+    double softcap;                   /* 0: none */
+    const void *slope;                /* ALiBi slope per row, or NULL */
+    const void *distance;             /* position of each row minus the block's first key */
+    const void *bias;                 /* mask of the block as numbers to add, -inf excludes; or NULL */
+    ptrdiff_t bias_row_stride;        /* tiles: 1 when bias is [key][row], 0 when it is [key], the same for all rows */
+    const void *first, *last;         /* visible keys [first, last) per row, counted from the block; or NULL: all */
+} mha_adjust;
+
+/* How the finished sum of a row becomes its output and log-sum-exp. */
+typedef struct {
+    double lse_scale;
+    const double *sink;               /* per row, or NULL */
+    const double *gate;               /* per row, or NULL */
+    char *const *lse;                 /* where each row's log-sum-exp goes, or NULL */
+} mha_finish;
+
+/* Rows ahead that a tile function prefetches while it computes; data NULL: none. */
+typedef struct {
+    const char *data;
+    ptrdiff_t stride, n_row, width;
+} mha_ahead;
+
+/* The tile functions of one instruction set and arithmetic type T.  Strides are in bytes unless they count rows of a
+ * packed buffer.  No function allocates, fails or keeps state; buffers are aligned to 64 bytes.
+ * Packed layouts: query [width][tile_rows], score [key][tile_rows], sum [width][tile_rows]. */
+typedef struct {
+    ptrdiff_t item_size;              /* sizeof(T) */
+    ptrdiff_t tile_rows;              /* rows of a sub-tile */
+    ptrdiff_t lanes;                  /* elements of a vector; few-rows buffers are padded to a multiple */
+
+    /* ---- tiles of rows ---- */
+    void (*pack_query)(void *query, const char *const *row, ptrdiff_t n_row, ptrdiff_t width, double scale);
+    /* score = K Q^T for n_key keys; peak[row] = maximum over them. */
+    void (*scores)(void *score, void *peak, const void *query, ptrdiff_t n_row, const char *key,
+                   ptrdiff_t key_stride, ptrdiff_t n_key, ptrdiff_t width, const mha_ahead *ahead);
+    void (*adjust)(void *score, void *peak, ptrdiff_t n_row, ptrdiff_t n_key, const mha_adjust *how);
+    /* One step of the online softmax: score becomes weights, maximum and total move on, rescale is what the sums of
+     * earlier blocks must be multiplied by. */
+    void (*softmax)(void *score, const void *peak, void *maximum, void *total, void *rescale, ptrdiff_t n_row,
+                    ptrdiff_t n_key, double exp_scale);
+    /* sum = sum * rescale + V^T weights. */
+    void (*values)(void *sum, const void *rescale, const void *weight, ptrdiff_t n_row, const char *value,
+                   ptrdiff_t value_stride, ptrdiff_t n_key, ptrdiff_t width, const mha_ahead *ahead);
+    /* The same where excluded keys hold Inf or NaN values: visible is -inf for (key, row) pairs to leave out. */
+    void (*values_guarded)(void *sum, const void *rescale, const void *weight, const void *visible,
+                           ptrdiff_t n_row, const char *value, ptrdiff_t value_stride, ptrdiff_t n_key,
+                           ptrdiff_t width);
+    void (*finish)(char *const *out, void *sum, const void *maximum, const void *total, ptrdiff_t n_row,
+                   ptrdiff_t width, const mha_finish *how);
+    /* Mask of a block as [key][row] numbers; returns what it holds.  work: lanes * MHA_KEY_BLOCK elements. */
+    int (*mask_tile)(void *bias, void *work, const char *const *row, ptrdiff_t n_row, ptrdiff_t key_stride,
+                     ptrdiff_t n_key, mha_mask_type type);
+
+    /* ---- few rows ---- query, sum: [row][width padded]; score: [row][MHA_KEY_SPLIT] */
+    void (*few_pack)(void *query, const char *const *row, ptrdiff_t n_row, ptrdiff_t width, double scale);
+    void (*few_scores)(void *score, const void *query, ptrdiff_t n_row, const char *key, ptrdiff_t key_stride,
+                       ptrdiff_t n_key, ptrdiff_t width);
+    /* One row of scores; slope, distance, first, last, bias of `how` are those of this row. */
+    void (*few_adjust)(void *score, ptrdiff_t n_key, const mha_adjust *how);
+    void (*few_softmax)(void *score, void *maximum, void *total, ptrdiff_t n_row, ptrdiff_t n_key,
+                        double exp_scale);
+    void (*few_values)(void *sum, const void *weight, ptrdiff_t n_row, const char *value, ptrdiff_t value_stride,
+                       ptrdiff_t n_key, ptrdiff_t width);
+    void (*few_values_guarded)(void *sum, const void *weight, const void *visible, ptrdiff_t n_row,
+                               const char *value, ptrdiff_t value_stride, ptrdiff_t n_key, ptrdiff_t width);
+    /* Joins the partial results of one row in index order.  sum, maximum and total of part i lie at
+     * i * part_stride bytes from the given ones. */
+    void (*few_merge)(char *out, const void *sum, const void *maximum, const void *total, ptrdiff_t part_stride,
+                      ptrdiff_t n_part, ptrdiff_t width, double exp_scale, void *work, const mha_finish *how);
+
+    /* ---- both ---- */
+    /* One mask row as numbers; returns what it holds. */
+    int (*mask_row)(void *bias, const char *row, ptrdiff_t key_stride, ptrdiff_t n_key, mha_mask_type type);
+    int (*all_finite)(const char *value, ptrdiff_t value_stride, ptrdiff_t n_key, ptrdiff_t width);
+} mha_kernels;
+
+/* One instruction set. */
+typedef struct {
+    const char *name;
+    mha_kernels float32, float64;
+    /* Runs n rounds of independent multiply-adds and returns the operations done: the peak that speed is held against. */
+    double (*multiply_add_rounds)(ptrdiff_t n);
+} mha_isa;
+
+/* dispatch.c: instruction sets of this build, slowest first. */
+extern const mha_isa *const mha_built[];
+extern const int mha_n_built;
+int mha_runnable(const mha_isa *isa);
+
+/* threads.c */
+int mha_threads_default(void);
+int mha_threads_usable(int wanted);   /* fewer where a team would hang: see threads.c */
+void mha_threads_used(int n_thread);
+int mha_has_openmp(void);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

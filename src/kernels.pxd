@@ -1,0 +1,99 @@
+# Cython's view of kernels.h, where every name is explained.
+from libc.stdint cimport int64_t
+
+cdef extern from "kernels.h" nogil:
+    enum:
+        MHA_KEY_BLOCK
+        MHA_MAX_ROWS
+        MHA_MAX_FEW_ROWS
+        MHA_KEY_SPLIT
+        MHA_MASK_VISIBLE
+        MHA_MASK_EXCLUDED
+
+    ctypedef enum mha_mask_type:
+        MHA_NO_MASK
+        MHA_BOOL
+        MHA_FLOAT16
+        MHA_BFLOAT16
+        MHA_FLOAT32
+        MHA_FLOAT64
+
+    ctypedef struct mha_operand:
+        char *data
+        ptrdiff_t head_stride
+        ptrdiff_t row_stride
+
+    ctypedef struct mha_problem:
+        ptrdiff_t n_batch, n_head, n_kv_head, group, n_query, n_key, head_width, value_width
+        mha_operand query, key, value, out, mask
+        ptrdiff_t mask_key_stride
+        mha_mask_type mask_type
+        char *lse
+        const ptrdiff_t *batch_offset[5]
+        const int64_t *key_length
+        const int64_t *query_offset
+        int64_t window_left, window_right
+        double query_scale, score_scale, exp_scale, lse_scale
+        bint natural
+        double softcap
+        const double *alibi_slope
+        const double *sink
+        const double *gate
+
+    ctypedef struct mha_adjust:
+        double score_scale, softcap
+        const void *slope
+        const void *distance
+        const void *bias
+        ptrdiff_t bias_row_stride
+        const void *first
+        const void *last
+
+    ctypedef struct mha_finish:
+        double lse_scale
+        const double *sink
+        const double *gate
+        char **lse
+
+    ctypedef struct mha_ahead:
+        const char *data
+        ptrdiff_t stride, n_row, width
+
+    ctypedef struct mha_kernels:
+        ptrdiff_t item_size, tile_rows, lanes
+        void (*pack_query)(void *, const char *const *, ptrdiff_t, ptrdiff_t, double) noexcept nogil
+        void (*scores)(void *, void *, const void *, ptrdiff_t, const char *, ptrdiff_t, ptrdiff_t, ptrdiff_t,
+                       const mha_ahead *) noexcept nogil
+        void (*adjust)(void *, void *, ptrdiff_t, ptrdiff_t, const mha_adjust *) noexcept nogil
+        void (*softmax)(void *, const void *, void *, void *, void *, ptrdiff_t, ptrdiff_t, double) noexcept nogil
+        void (*values)(void *, const void *, const void *, ptrdiff_t, const char *, ptrdiff_t, ptrdiff_t, ptrdiff_t,
+                       const mha_ahead *) noexcept nogil
+        void (*values_guarded)(void *, const void *, const void *, const void *, ptrdiff_t, const char *, ptrdiff_t,
+                               ptrdiff_t, ptrdiff_t) noexcept nogil
+        void (*finish)(char *const *, void *, const void *, const void *, ptrdiff_t, ptrdiff_t,
+                       const mha_finish *) noexcept nogil
+        int (*mask_tile)(void *, void *, const char *const *, ptrdiff_t, ptrdiff_t, ptrdiff_t, mha_mask_type) noexcept nogil
+        void (*few_pack)(void *, const char *const *, ptrdiff_t, ptrdiff_t, double) noexcept nogil
+        void (*few_scores)(void *, const void *, ptrdiff_t, const char *, ptrdiff_t, ptrdiff_t, ptrdiff_t) noexcept nogil
+        void (*few_adjust)(void *, ptrdiff_t, const mha_adjust *) noexcept nogil
+        void (*few_softmax)(void *, void *, void *, ptrdiff_t, ptrdiff_t, double) noexcept nogil
+        void (*few_values)(void *, const void *, ptrdiff_t, const char *, ptrdiff_t, ptrdiff_t, ptrdiff_t) noexcept nogil
+        void (*few_values_guarded)(void *, const void *, const void *, ptrdiff_t, const char *, ptrdiff_t, ptrdiff_t,
+                                   ptrdiff_t) noexcept nogil
+        void (*few_merge)(char *, const void *, const void *, const void *, ptrdiff_t, ptrdiff_t, ptrdiff_t, double,
+                          void *, const mha_finish *) noexcept nogil
+        int (*mask_row)(void *, const char *, ptrdiff_t, ptrdiff_t, mha_mask_type) noexcept nogil
+        int (*all_finite)(const char *, ptrdiff_t, ptrdiff_t, ptrdiff_t) noexcept nogil
+
+    ctypedef struct mha_isa:
+        const char *name
+        mha_kernels float32, float64
+        double (*multiply_add_rounds)(ptrdiff_t) noexcept nogil
+
+    const mha_isa *const mha_built[]
+    const int mha_n_built
+    int mha_runnable(const mha_isa *)
+    int mha_threads_default()
+    int mha_threads_usable(int)
+    void mha_threads_used(int)
+    int mha_has_openmp()

@@ -1,0 +1,37 @@
+// From the running maximum and total of a row to the factor of its output and its log-sum-exp.
+#pragma once
+
+#include "../kernels.h"
+#include "vector.h"
+
+namespace {
+namespace MHA_ISA_NAMESPACE {
+
+constexpr double minus_infinity = -__builtin_inf();
+
+// Returns what the sum of weights times values must be multiplied by; writes the log-sum-exp where asked for.
+// A sink is one more logit with no value: it takes part in the maximum and in the total (semantics of `sinks`).
+template <class T>
+inline T finish_row(double maximum, double total, ptrdiff_t row, const mha_finish *how) {
+    double logit = maximum * how->lse_scale, weight = 1;
+    if (how->sink) {
+        double sink = how->sink[row], peak = sink > logit ? sink : logit;
+        if (peak > minus_infinity || peak != peak) {
+            weight = __builtin_exp(logit - peak);
+            total = total * weight + __builtin_exp(sink - peak);
+            logit = peak;
+        }
+    }
+    if (how->lse) {
+        T lse = T(logit + __builtin_log(total));
+        memcpy(how->lse[row], &lse, sizeof lse);
+    }
+    double gate = how->gate ? how->gate[row] : 1;
+    return total == 0 ? T(0) : T(gate * weight / total);
+}
+
+// A gate of exactly 0 switches the head off, whatever its values hold: 0 * NaN must not come out of it.
+inline bool switched_off(ptrdiff_t row, const mha_finish *how) { return how->gate && how->gate[row] == 0; }
+
+}  // namespace MHA_ISA_NAMESPACE
+}  // namespace

@@ -1,0 +1,65 @@
+// The table of one instruction set.  CMake compiles this file once for each, with its flags and
+//   MHA_ISA             the name users see, also the end of the table's symbol
+//   MHA_ISA_NAMESPACE   where everything else lives, inside an unnamed namespace
+#include "few_rows.h"
+#include "mask.h"
+#include "row_tile.h"
+
+namespace {
+namespace MHA_ISA_NAMESPACE {
+
+template <class T> constexpr mha_kernels kernels = {
+    sizeof(T),
+    tile_rows<T>,
+    lanes<T>,
+    pack_query<T>,
+    scores<T>,
+    adjust<T>,
+    softmax<T>,
+    values<T>,
+    values_guarded<T>,
+    finish<T>,
+    mask_tile<T>,
+    few_pack<T>,
+    few_scores<T>,
+    few_adjust<T>,
+    few_softmax<T>,
+    few_values<T>,
+    few_values_guarded<T>,
+    few_merge<T>,
+    mask_row<T>,
+    all_finite<T>,
+};
+
+static_assert(tile_rows<float> <= MHA_MAX_ROWS, "the loop sizes its row arrays by MHA_MAX_ROWS");
+static_assert(MHA_KEY_BLOCK % lanes<float> == 0 && MHA_KEY_SPLIT % lanes<float> == 0, "score rows are whole vectors");
+
+// More chains than latency times ports, so that throughput is what limits.
+double multiply_add_rounds(ptrdiff_t n) {
+    constexpr int n_chain = MHA_ACCUMULATORS < 16 ? MHA_ACCUMULATORS : 16;
+    vec<float> chain[n_chain];
+    MHA_UNROLL for (int i = 0; i < n_chain; i++) chain[i] = splat(float(i) * 0.01f);
+    for (ptrdiff_t round = 0; round < n; round++) {
+        MHA_UNROLL for (int i = 0; i < n_chain; i++) chain[i] = chain[i] * 0.999f + 0.001f;
+    }
+    vec<float> sum = {};
+    MHA_UNROLL for (int i = 0; i < n_chain; i++) sum += chain[i];
+    volatile float keep = lane_sum<float>(sum);
+    (void)keep;
+    return double(n) * n_chain * lanes<float> * 2;
+}
+
+}  // namespace MHA_ISA_NAMESPACE
+}  // namespace
+
+#define MHA_JOIN_(a, b) a##b
+#define MHA_JOIN(a, b) MHA_JOIN_(a, b)
+#define MHA_TEXT_(a) #a
+#define MHA_TEXT(a) MHA_TEXT_(a)
+
+extern "C" const mha_isa MHA_JOIN(mha_isa_, MHA_ISA) = {
+    MHA_TEXT(MHA_ISA),
+    MHA_ISA_NAMESPACE::kernels<float>,
+    MHA_ISA_NAMESPACE::kernels<double>,
+    MHA_ISA_NAMESPACE::multiply_add_rounds,
+};
