@@ -2,6 +2,8 @@
 
     attention          softmax(scale * query @ key.T) @ value for every head, with masks, windows,
                        grouped heads, caches and gates; no n_query x n_key array is ever made
+    attention_varlen   the same over packed sequences of any lengths
+    attention_weights  the weights themselves, of all or some queries and heads
     reference          the same formulas in plain float64 NumPy
     show_config        version, instruction set, threads
     get_num_threads    how many threads a call uses at most
@@ -26,7 +28,7 @@ except ImportError as error:
     raise
 
 from . import reference
-from ._attention import attention
+from ._attention import attention, attention_varlen, attention_weights
 from .config import choose_isa as _choose_isa
 from .config import get_num_threads, set_num_threads, show_config
 
@@ -34,6 +36,8 @@ __version__ = _version("mha_fast")
 
 __all__ = [
     "attention",
+    "attention_varlen",
+    "attention_weights",
     "get_num_threads",
     "reference",
     "set_num_threads",

@@ -1,10 +1,11 @@
-"""attention(): checks above, the compiled loop below."""
+"""The three functions over the compiled loop: checks before it, the caller's shape after it."""
 
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 
-from . import _arguments, _core
+from . import _arguments, _checks, _core
 from ._typing import Array, ArrayLike, Window
 from .config import get_num_threads
 
@@ -37,8 +38,8 @@ def attention(
     Parameters
     ----------
     query : array, (..., n_head, n_query, head_width)
-        float32 or float64, any strides. (n_head, n_query, head_width) has no batch, and
-        (n_query, head_width) is one head.
+        float32, float64, float16 or bfloat16 (``ml_dtypes.bfloat16``), any strides.
+        (n_head, n_query, head_width) has no batch, and (n_query, head_width) is one head.
     key : array, (..., n_kv_head, n_key, head_width)
         Same dtype. `n_head` must be a multiple of `n_kv_head`; query head ``h`` reads key/value
         head ``h // (n_head // n_kv_head)``. Batch axes broadcast without a copy.
@@ -90,7 +91,7 @@ def attention(
         0 where a query has no key left.
     lse : array, (..., n_head, n_query)
         With `return_lse`: natural log-sum-exp of the scores that are left (and of the sink);
-        -inf where there is none. float32 for float32, float64 for float64.
+        -inf where there is none. float64 for float64, otherwise float32.
 
     Raises
     ------
@@ -105,6 +106,9 @@ def attention(
     -----
     An excluded key has no influence, even if its key or value row holds NaN or Inf. What is not
     excluded propagates. A key whose score is -inf by arithmetic has weight 0.
+
+    16-bit inputs are widened to float32 tile by tile, computed in float32 and rounded once at the
+    end; a float mask keeps its own dtype until then.
 
     An operand whose last axis is not contiguous, that is not aligned or of foreign byte order is
     copied; every other one is read where it lies.
@@ -128,37 +132,239 @@ def attention(
     >>> mha_fast.attention(x, x, x, is_causal=True).shape
     (2, 8, 100, 64)
     """
+    _checks.flag("return_lse", return_lse)
+    _checks.precision_word(precision)
     call = _arguments.check(
         query,
         key,
         value,
         attn_mask,
-        is_causal=is_causal,
-        window=window,
-        query_offset=query_offset,
-        kv_lengths=kv_lengths,
-        scale=scale,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        head_mask=head_mask,
-        return_lse=return_lse,
-        precision=precision,
-        out=out,
-        num_threads=num_threads,
+        is_causal,
+        window,
+        query_offset,
+        kv_lengths,
+        scale,
+        softcap,
+        alibi_slopes,
+        sinks,
+        head_mask,
+        num_threads,
     )
-    result = out
-    if call.one_head and out is not None:
-        result = out[None]
-    if result is None or not _writable_in_place(result, call):
-        result = np.empty(call.out_shape, call.query.dtype)
-    lse = np.empty(call.lse_shape, call.query.dtype) if return_lse else None
+    return _compute(call, return_lse, out)
 
-    _run(call, result, lse)
 
+def attention_varlen(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike,
+    *,
+    is_causal: bool = False,
+    window: Window | None = None,
+    query_offset: ArrayLike | str = 0,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
+    head_mask: ArrayLike | None = None,
+    return_lse: bool = False,
+    precision: str = "highest",
+    out: Array | None = None,
+    num_threads: int | None = None,
+) -> Any:
+    """Attention over sequences of any lengths, packed one after the other without padding.
+
+    Each sequence attends to itself only, as in a call of `attention` of its own, to the bit. All
+    of them share one parallel region, the most work first.
+
+    Parameters
+    ----------
+    query : array, (n_row_q, n_head, head_width)
+        The rows of all sequences. float32, float64, float16 or bfloat16.
+    key : array, (n_row_k, n_kv_head, head_width)
+    value : array, (n_row_k, n_kv_head, value_width)
+    cu_seqlens_q, cu_seqlens_k : int array, (n_sequence + 1,)
+        Boundaries: sequence s is rows ``cu[s]`` to ``cu[s + 1] - 1``. They rise from 0 to the
+        number of rows; sequences of length 0 are allowed on either side.
+    query_offset : int, int array (n_sequence,), or "end"
+        Position of each sequence's query 0 among its own keys.
+    alibi_slopes, head_mask : array, (n_head,) or (n_sequence, n_head), optional
+    is_causal, window, scale, softcap, sinks, return_lse, precision, num_threads
+        As in `attention`.
+    out : array, (n_row_q, n_head, value_width), optional
+
+    Returns
+    -------
+    out : array, (n_row_q, n_head, value_width)
+    lse : array, (n_row_q, n_head)
+        With `return_lse`.
+
+    Raises
+    ------
+    TypeError, ValueError, MemoryError
+        As `attention`; also for boundaries that do not fit each other or the rows.
+
+    References
+    ----------
+    Names and layout of the boundaries: ``flash_attn_varlen_func`` of flash-attention.
+
+    Examples
+    --------
+    >>> import numpy as np, mha_fast
+    >>> x = np.random.default_rng(0).standard_normal((12, 8, 64), dtype=np.float32)
+    >>> mha_fast.attention_varlen(x, x, x, [0, 5, 5, 12], [0, 5, 5, 12]).shape
+    (12, 8, 64)
+    """
+    _checks.flag("return_lse", return_lse)
+    _checks.precision_word(precision)
+    call = _arguments.check_packed(
+        query,
+        key,
+        value,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        is_causal,
+        window,
+        query_offset,
+        scale,
+        softcap,
+        alibi_slopes,
+        sinks,
+        head_mask,
+        num_threads,
+    )
+    return _compute(call, return_lse, out)
+
+
+def attention_weights(
+    query: ArrayLike,
+    key: ArrayLike,
+    attn_mask: ArrayLike | None = None,
+    *,
+    queries: Any = None,
+    heads: Any = None,
+    is_causal: bool = False,
+    window: Window | None = None,
+    query_offset: ArrayLike | str = 0,
+    kv_lengths: ArrayLike | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
+    head_mask: ArrayLike | None = None,
+    return_lse: bool = False,
+    num_threads: int | None = None,
+) -> Any:
+    """Weights that `attention` gives to the values, as an array.
+
+    ``attention_weights(query, key, …) @ value`` is ``attention(query, key, value, …)``. This is
+    the one function whose result has n_query x n_key elements per head; nothing else of that size
+    is made.
+
+    Parameters
+    ----------
+    query, key, attn_mask
+        As in `attention`; masks and numbers per head are those of the whole call, whatever is picked.
+    queries, heads : int, slice, or list or array of ints or bools, optional
+        Which queries and heads to compute, all when not given. The others cost nothing. An axis
+        stays, also for an int.
+    is_causal, window, query_offset, kv_lengths, scale, softcap, alibi_slopes, sinks
+        As in `attention`. With a sink the weights of a row sum to less than 1.
+    head_mask
+        As in `attention`: the weights of a head are multiplied by its gate.
+    return_lse, num_threads
+        As in `attention`.
+
+    Returns
+    -------
+    weights : array, (..., n_head, n_query, n_key)
+        Of the dtype of query. 0 for excluded keys; a query with no key left has a row of 0.
+    lse : array, (..., n_head, n_query)
+        With `return_lse`.
+
+    Raises
+    ------
+    TypeError, ValueError, MemoryError
+        As `attention`; also for `queries` or `heads` that point outside.
+
+    Notes
+    -----
+    The scores are computed twice, first for the sums, then for the weights, so that also 16-bit
+    weights are rounded only once.
+    """
+    _checks.flag("return_lse", return_lse)
+    call = _arguments.check(
+        query,
+        key,
+        None,
+        attn_mask,
+        is_causal,
+        window,
+        query_offset,
+        kv_lengths,
+        scale,
+        softcap,
+        alibi_slopes,
+        sinks,
+        head_mask,
+        num_threads,
+        queries,
+    )
+    picked = _checks.chosen("heads", heads, call.query.shape[-3])
+    if picked is None:
+        return _compute(call, return_lse, None)
+    return _weights_of_heads(call, picked, return_lse)
+
+
+def _weights_of_heads(call: _arguments.Call, heads: Array, return_lse: bool) -> Any:
+    """Compute the weights of some heads, one after the other."""
+    n_head = call.query.shape[-3]
+    group = n_head // max(call.key.shape[-3], 1)
+    shape = call.out_shape
+    weights = np.empty((*shape[:-3], len(heads), *shape[-2:]), call.dtype)
+    lse = np.empty(weights.shape[:-1], call.lse_dtype) if return_lse else None
+    for i, head in enumerate(heads):
+        only = slice(head, head + 1)
+        kv_only = slice(head // group, head // group + 1)
+        mask = call.mask
+        if mask is not None and mask.ndim >= 3 and mask.shape[-3] > 1:
+            mask = mask[..., only, :, :]
+        one = replace(
+            call,
+            query=call.query[..., only, :, :],
+            key=call.key[..., kv_only, :, :],
+            mask=mask,
+            alibi_slopes=_of_head(call.alibi_slopes, only),
+            sinks=_of_head(call.sinks, only),
+            head_mask=_of_head(call.head_mask, only),
+        )
+        place = slice(i, i + 1)
+        _run(one, weights[..., place, :, :], None if lse is None else lse[..., place, :])
     if call.one_head:
-        result = result[0]
-        lse = None if lse is None else lse[0]
+        weights, lse = weights[0], None if lse is None else lse[0]
+    return weights if lse is None else (weights, lse)
+
+
+def _of_head(numbers: Array | None, only: slice) -> Array | None:
+    return None if numbers is None else np.ascontiguousarray(numbers[..., only])
+
+
+def _compute(call: _arguments.Call, return_lse: bool, out: Array | None) -> Any:
+    """Allocate what is missing, run the kernel, and give the result the caller's shape."""
+    result = None
+    if out is not None:
+        _arguments.check_out(out, call)
+        result = out[None] if call.one_head else out
+    if result is None or not _writable_in_place(result, call):
+        result = np.empty(call.out_shape, call.dtype)
+    lse = np.empty(call.lse_shape, call.lse_dtype) if return_lse else None
+    if call.cu_seqlens_q is None:
+        _run(call, result, lse)
+    else:
+        _run(call, result.swapaxes(0, 1), None if lse is None else lse.T)
+    if call.one_head:
+        result, lse = result[0], None if lse is None else lse[0]
     if out is not None:
         if not np.may_share_memory(result, out):
             np.copyto(out, result)
@@ -170,31 +376,12 @@ def _writable_in_place(out: Array, call: _arguments.Call) -> bool:
     """Whether the kernel can write `out` itself: whole rows, no element twice, no input read."""
     rows = out.flags.aligned and (out.shape[-1] <= 1 or out.strides[-1] == out.itemsize)
     twice = any(n > 1 and s == 0 for n, s in zip(out.shape, out.strides, strict=True))
-    operands = (call.query, call.key, call.value, call.mask)
-    numbers = (call.kv_lengths, call.query_offset, call.alibi_slopes, call.sinks, call.head_mask)
-    shared = any(x is not None and np.may_share_memory(out, x) for x in operands + numbers)
+    inputs = (getattr(call, field.name) for field in fields(call))
+    shared = any(isinstance(x, np.ndarray) and np.may_share_memory(out, x) for x in inputs)
     return rows and not twice and not shared
 
 
 def _run(call: _arguments.Call, out: Array, lse: Array | None) -> None:
-    if out.size == 0 and (lse is None or lse.size == 0):
-        return
-    _core.attend(
-        call.query,
-        call.key,
-        call.value,
-        out,
-        lse,
-        call.mask,
-        call.mask_type,
-        call.kv_lengths,
-        call.query_offset,
-        *call.window,
-        call.scale,
-        call.softcap,
-        call.alibi_slopes,
-        call.sinks,
-        call.head_mask,
-        call.batch_shape,
-        call.n_thread or get_num_threads(),
-    )
+    """Run the kernel, unless there is nothing to compute."""
+    if out.size or (lse is not None and lse.size):
+        _core.attend(call, _checks.bits(out), lse, call.n_thread or get_num_threads())

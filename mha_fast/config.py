@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from . import _core
-from ._arguments import positive_int
+from ._checks import positive_int
 
 _n_thread: int | None = None
 

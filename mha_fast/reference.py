@@ -4,6 +4,8 @@ Nothing here is shared with the compiled kernel or with its argument checks, so 
 there cannot hide here too. Every array of scores is written out in full.
 
     attention         every option of ``mha_fast.attention``, in float64
+    attention_varlen  the same, sequence by sequence
+    attention_weights  the weights of one call, gated like its output
     naive_attention   the usual five lines in the dtype of the input; baseline of the benchmarks
     masked_scores     the scores before the softmax, and which keys each query may see
     softmax           weights and log-sum-exp of those scores
@@ -19,7 +21,14 @@ import numpy as np
 
 from ._typing import Array, ArrayLike, Window
 
-__all__ = ["attention", "masked_scores", "naive_attention", "softmax"]
+__all__ = [
+    "attention",
+    "attention_varlen",
+    "attention_weights",
+    "masked_scores",
+    "naive_attention",
+    "softmax",
+]
 
 
 def attention(
@@ -110,6 +119,100 @@ def attention(
     return (result, lse) if return_lse else result
 
 
+def attention_varlen(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike,
+    *,
+    query_offset: ArrayLike | str = 0,
+    alibi_slopes: ArrayLike | None = None,
+    head_mask: ArrayLike | None = None,
+    return_lse: bool = False,
+    **options: Any,
+) -> Any:
+    """One call of `attention` for each packed sequence, in float64.
+
+    Parameters
+    ----------
+    query, key, value : array, (rows of all sequences, heads, width)
+    cu_seqlens_q, cu_seqlens_k : int array, (n_sequence + 1,)
+        Sequence s is rows ``cu[s]`` to ``cu[s + 1] - 1``.
+    query_offset, alibi_slopes, head_mask
+        As in `attention`, with the sequences as the batch.
+    **options
+        The other options of `attention`.
+
+    Returns
+    -------
+    out : float64 array, (n_row_q, n_head, value_width)
+    lse : float64 array, (n_row_q, n_head)
+        Only with `return_lse`.
+    """
+    query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
+    boundaries = np.stack([cu_seqlens_q, cu_seqlens_k]).astype(np.int64)
+    n_sequence, n_head = boundaries.shape[1] - 1, query.shape[1]
+    result = np.zeros((*query.shape[:2], value.shape[2]))
+    lse = np.zeros(query.shape[:2])
+    for s in range(n_sequence):
+        rows, keys = (slice(*cu[s : s + 2]) for cu in boundaries)
+        own = dict(options)
+        own["query_offset"] = (
+            query_offset
+            if isinstance(query_offset, str)
+            else np.broadcast_to(query_offset, n_sequence)[s]
+        )
+        for name, number in (("alibi_slopes", alibi_slopes), ("head_mask", head_mask)):
+            if number is not None:
+                own[name] = np.broadcast_to(number, (n_sequence, n_head))[s]
+        heads = (x.swapaxes(0, 1) for x in (query[rows], key[keys], value[keys]))
+        part, part_lse = attention(*heads, return_lse=True, **own)
+        result[rows], lse[rows] = part.swapaxes(0, 1), part_lse.T
+    return (result, lse) if return_lse else result
+
+
+def attention_weights(
+    query: ArrayLike,
+    key: ArrayLike,
+    attn_mask: ArrayLike | None = None,
+    *,
+    sinks: ArrayLike | None = None,
+    head_mask: ArrayLike | None = None,
+    return_lse: bool = False,
+    **options: Any,
+) -> Any:
+    """Weights that `attention` multiplies the values by, in float64.
+
+    Parameters
+    ----------
+    query, key, attn_mask, sinks, head_mask
+        As in `attention`.
+    **options
+        The other options of `attention` that have to do with scores.
+
+    Returns
+    -------
+    weights : float64 array, (..., n_head, n_query, n_key)
+        Times the gates; 0 for excluded keys.
+    lse : float64 array, (..., n_head, n_query)
+        Only with `return_lse`.
+    """
+    query, key = np.asarray(query, np.float64), np.asarray(key, np.float64)
+    one_head = query.ndim == 2
+    query, key, _ = _with_all_heads(query, key, key)
+    with np.errstate(all="ignore"):
+        scores, _ = masked_scores(query, key, attn_mask, **options)
+        weights, lse = softmax(scores, sinks)
+        if head_mask is not None:
+            gate = np.asarray(head_mask, np.float64)[..., None, None]
+            weights = np.where(gate == 0, 0.0, gate * weights)
+    weights = np.where(scores == -np.inf, 0.0, weights)
+    if one_head:
+        weights, lse = weights[0], lse[0]
+    return (weights, lse) if return_lse else weights
+
+
 def _attention_in(
     dtype: type[np.floating[Any]],
     query: ArrayLike,
@@ -129,11 +232,11 @@ def _attention_in(
         scores, visible = masked_scores(query, key, attn_mask, **score_options)
         weights, lse = softmax(scores, sinks)
         result = _weighted_values(weights, value, visible)
-        nothing = ~visible.any(axis=-1) | (lse == -np.inf)  # no key, or none of any weight
-        result = np.where(nothing[..., None], dtype(0), result)
         if head_mask is not None:
             gate = np.asarray(head_mask, dtype)[..., None, None]
             result = np.where(gate == 0, dtype(0), gate * result)
+        nothing = ~visible.any(axis=-1) | (lse == -np.inf)  # no key, or none of any weight
+        result = np.where(nothing[..., None], dtype(0), result)
     return (result[0], lse[0]) if one_head else (result, lse)
 
 

@@ -27,11 +27,11 @@ int mha_runnable(const mha_isa *isa)
     /* The compiler's run-time library also asks the operating system (XGETBV) whether it keeps the wide registers. */
     __builtin_cpu_init();
     if (strcmp(isa->name, "avx2") == 0)
-        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     if (strcmp(isa->name, "avx512") == 0)
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
                __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-               __builtin_cpu_supports("fma");
+               __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 #endif
     (void)isa;
     return 1;

@@ -2,7 +2,7 @@
  *
  * One call of attention() is described by one mha_problem.  The loop cuts it into tasks and each task into
  * key blocks, and calls the tile functions of one mha_kernels table for everything that touches numbers.
- * There is one table per instruction set and arithmetic type; dispatch.c picks the instruction set.
+ * There is one table per instruction set and element type; dispatch.c picks the instruction set.
  *
  * Two shapes of work:
  *
@@ -34,6 +34,9 @@ enum {
     MHA_KEY_SPLIT = 512     /* keys per task of the few-rows path; fixed, so that results do not depend on threads */
 };
 
+/* Element types of query, key, value and output. */
+typedef enum { MHA_ELEMENT_FLOAT32, MHA_ELEMENT_FLOAT64, MHA_ELEMENT_FLOAT16, MHA_ELEMENT_BFLOAT16 } mha_element;
+
 /* Element types that a mask can have. */
 typedef enum { MHA_NO_MASK, MHA_BOOL, MHA_FLOAT16, MHA_BFLOAT16, MHA_FLOAT32, MHA_FLOAT64 } mha_mask_type;
 
@@ -46,16 +49,20 @@ typedef struct {
     ptrdiff_t head_stride, row_stride;
 } mha_operand;
 
+enum { MHA_QUERY, MHA_KEY, MHA_VALUE, MHA_OUT, MHA_MASK, MHA_LSE, MHA_N_OPERAND };
+
 typedef struct {
     ptrdiff_t n_batch, n_head, n_kv_head, group, n_query, n_key, head_width, value_width;
 
-    mha_operand query, key, value, out, mask;
+    mha_operand operand[MHA_N_OPERAND]; /* data NULL: absent */
+    const ptrdiff_t *batch_offset[MHA_N_OPERAND]; /* byte offset of each batch entry */
     ptrdiff_t mask_key_stride;
     mha_mask_type mask_type;
-    char *lse;                        /* (n_batch, n_head, n_query), contiguous, or NULL */
-    const ptrdiff_t *batch_offset[5]; /* byte offset of each batch entry in query, key, value, out, mask */
+    int weights;                      /* out takes the weights (n_query, n_key) instead of weights times values */
 
+    const int64_t *query_length;      /* n_batch numbers of queries, or NULL: all n_query */
     const int64_t *key_length;        /* n_batch valid lengths, or NULL: all n_key */
+    const int64_t *query_index;       /* which query is row i of the output, n_query of them, or NULL: i */
     const int64_t *query_offset;      /* n_batch positions of query 0, or NULL: 0 */
     int64_t window_left, window_right; /* query at p sees keys p - left ... p + right */
 
@@ -95,15 +102,20 @@ typedef struct {
     ptrdiff_t stride, n_row, width;
 } mha_ahead;
 
-/* The tile functions of one instruction set and arithmetic type T.  Strides are in bytes unless they count rows of a
- * packed buffer.  No function allocates, fails or keeps state; buffers are aligned to 64 bytes.
+/* The tile functions of one instruction set and element type.  Elements lie in memory as S; packed buffers and all
+ * arithmetic are of type T: float for the 16-bit types, otherwise S itself.  Strides are in bytes unless they count
+ * rows of a packed buffer.  No function allocates, fails or keeps state; buffers are aligned to 64 bytes.
  * Packed layouts: query [width][tile_rows], score [key][tile_rows], sum [width][tile_rows]. */
 typedef struct {
+    ptrdiff_t stored_size;            /* sizeof(S) */
     ptrdiff_t item_size;              /* sizeof(T) */
     ptrdiff_t tile_rows;              /* rows of a sub-tile */
     ptrdiff_t lanes;                  /* elements of a vector; few-rows buffers are padded to a multiple */
 
-    /* ---- tiles of rows ---- */
+    /* ---- tiles of rows; key and value rows are of type T, in place or widened ---- */
+    /* Rows of S as rows of T, row_bytes apart; NULL where S is T. */
+    void (*widen)(void *block, ptrdiff_t row_bytes, const char *data, ptrdiff_t stride, ptrdiff_t n_row,
+                  ptrdiff_t width);
     void (*pack_query)(void *query, const char *const *row, ptrdiff_t n_row, ptrdiff_t width, double scale);
     /* score = K Q^T for n_key keys; peak[row] = maximum over them. */
     void (*scores)(void *score, void *peak, const void *query, ptrdiff_t n_row, const char *key,
@@ -122,11 +134,18 @@ typedef struct {
                            ptrdiff_t width);
     void (*finish)(char *const *out, void *sum, const void *maximum, const void *total, ptrdiff_t n_row,
                    ptrdiff_t width, const mha_finish *how);
+    /* Weights of a block of scores, given the final maximum and total: out[row][key], contiguous keys. */
+    void (*store_weights)(char *const *out, const void *score, const void *maximum, const void *factor,
+                          ptrdiff_t n_row, ptrdiff_t n_key, double exp_scale);
+    /* The factor of each row that finish() would multiply by; writes the log-sum-exp. */
+    void (*finish_factors)(void *factor, const void *maximum, const void *total, ptrdiff_t n_row,
+                           const mha_finish *how);
+    int (*tile_finite)(const char *value, ptrdiff_t value_stride, ptrdiff_t n_key, ptrdiff_t width);
     /* Mask of a block as [key][row] numbers; returns what it holds.  work: lanes * MHA_KEY_BLOCK elements. */
     int (*mask_tile)(void *bias, void *work, const char *const *row, ptrdiff_t n_row, ptrdiff_t key_stride,
                      ptrdiff_t n_key, mha_mask_type type);
 
-    /* ---- few rows ---- query, sum: [row][width padded]; score: [row][MHA_KEY_SPLIT] */
+    /* ---- few rows; key and value rows are read as S ---- query, sum: [row][width padded]; score: [row][MHA_KEY_SPLIT] */
     void (*few_pack)(void *query, const char *const *row, ptrdiff_t n_row, ptrdiff_t width, double scale);
     void (*few_scores)(void *score, const void *query, ptrdiff_t n_row, const char *key, ptrdiff_t key_stride,
                        ptrdiff_t n_key, ptrdiff_t width);
@@ -143,16 +162,17 @@ typedef struct {
     void (*few_merge)(char *out, const void *sum, const void *maximum, const void *total, ptrdiff_t part_stride,
                       ptrdiff_t n_part, ptrdiff_t width, double exp_scale, void *work, const mha_finish *how);
 
+    int (*few_finite)(const char *value, ptrdiff_t value_stride, ptrdiff_t n_key, ptrdiff_t width);
+
     /* ---- both ---- */
     /* One mask row as numbers; returns what it holds. */
     int (*mask_row)(void *bias, const char *row, ptrdiff_t key_stride, ptrdiff_t n_key, mha_mask_type type);
-    int (*all_finite)(const char *value, ptrdiff_t value_stride, ptrdiff_t n_key, ptrdiff_t width);
 } mha_kernels;
 
 /* One instruction set. */
 typedef struct {
     const char *name;
-    mha_kernels float32, float64;
+    mha_kernels element[4];           /* by mha_element */
     /* Runs n rounds of independent multiply-adds and returns the operations done: the peak that speed is held against. */
     double (*multiply_add_rounds)(ptrdiff_t n);
 } mha_isa;

@@ -9,14 +9,17 @@ cdef extern from "kernels.h" nogil:
         MHA_KEY_SPLIT
         MHA_MASK_VISIBLE
         MHA_MASK_EXCLUDED
+        MHA_QUERY
+        MHA_KEY
+        MHA_VALUE
+        MHA_OUT
+        MHA_MASK
+        MHA_LSE
+        MHA_N_OPERAND
 
     ctypedef enum mha_mask_type:
         MHA_NO_MASK
         MHA_BOOL
-        MHA_FLOAT16
-        MHA_BFLOAT16
-        MHA_FLOAT32
-        MHA_FLOAT64
 
     ctypedef struct mha_operand:
         char *data
@@ -25,12 +28,14 @@ cdef extern from "kernels.h" nogil:
 
     ctypedef struct mha_problem:
         ptrdiff_t n_batch, n_head, n_kv_head, group, n_query, n_key, head_width, value_width
-        mha_operand query, key, value, out, mask
+        mha_operand operand[6]
+        const ptrdiff_t *batch_offset[6]
         ptrdiff_t mask_key_stride
         mha_mask_type mask_type
-        char *lse
-        const ptrdiff_t *batch_offset[5]
+        bint weights
+        const int64_t *query_length
         const int64_t *key_length
+        const int64_t *query_index
         const int64_t *query_offset
         int64_t window_left, window_right
         double query_scale, score_scale, exp_scale, lse_scale
@@ -60,7 +65,8 @@ cdef extern from "kernels.h" nogil:
         ptrdiff_t stride, n_row, width
 
     ctypedef struct mha_kernels:
-        ptrdiff_t item_size, tile_rows, lanes
+        ptrdiff_t stored_size, item_size, tile_rows, lanes
+        void (*widen)(void *, ptrdiff_t, const char *, ptrdiff_t, ptrdiff_t, ptrdiff_t) noexcept nogil
         void (*pack_query)(void *, const char *const *, ptrdiff_t, ptrdiff_t, double) noexcept nogil
         void (*scores)(void *, void *, const void *, ptrdiff_t, const char *, ptrdiff_t, ptrdiff_t, ptrdiff_t,
                        const mha_ahead *) noexcept nogil
@@ -72,22 +78,29 @@ cdef extern from "kernels.h" nogil:
                                ptrdiff_t, ptrdiff_t) noexcept nogil
         void (*finish)(char *const *, void *, const void *, const void *, ptrdiff_t, ptrdiff_t,
                        const mha_finish *) noexcept nogil
-        int (*mask_tile)(void *, void *, const char *const *, ptrdiff_t, ptrdiff_t, ptrdiff_t, mha_mask_type) noexcept nogil
+        void (*store_weights)(char *const *, const void *, const void *, const void *, ptrdiff_t, ptrdiff_t,
+                              double) noexcept nogil
+        void (*finish_factors)(void *, const void *, const void *, ptrdiff_t, const mha_finish *) noexcept nogil
+        int (*tile_finite)(const char *, ptrdiff_t, ptrdiff_t, ptrdiff_t) noexcept nogil
+        int (*mask_tile)(void *, void *, const char *const *, ptrdiff_t, ptrdiff_t, ptrdiff_t,
+                         mha_mask_type) noexcept nogil
         void (*few_pack)(void *, const char *const *, ptrdiff_t, ptrdiff_t, double) noexcept nogil
-        void (*few_scores)(void *, const void *, ptrdiff_t, const char *, ptrdiff_t, ptrdiff_t, ptrdiff_t) noexcept nogil
+        void (*few_scores)(void *, const void *, ptrdiff_t, const char *, ptrdiff_t, ptrdiff_t,
+                           ptrdiff_t) noexcept nogil
         void (*few_adjust)(void *, ptrdiff_t, const mha_adjust *) noexcept nogil
         void (*few_softmax)(void *, void *, void *, ptrdiff_t, ptrdiff_t, double) noexcept nogil
-        void (*few_values)(void *, const void *, ptrdiff_t, const char *, ptrdiff_t, ptrdiff_t, ptrdiff_t) noexcept nogil
+        void (*few_values)(void *, const void *, ptrdiff_t, const char *, ptrdiff_t, ptrdiff_t,
+                           ptrdiff_t) noexcept nogil
         void (*few_values_guarded)(void *, const void *, const void *, ptrdiff_t, const char *, ptrdiff_t, ptrdiff_t,
                                    ptrdiff_t) noexcept nogil
         void (*few_merge)(char *, const void *, const void *, const void *, ptrdiff_t, ptrdiff_t, ptrdiff_t, double,
                           void *, const mha_finish *) noexcept nogil
+        int (*few_finite)(const char *, ptrdiff_t, ptrdiff_t, ptrdiff_t) noexcept nogil
         int (*mask_row)(void *, const char *, ptrdiff_t, ptrdiff_t, mha_mask_type) noexcept nogil
-        int (*all_finite)(const char *, ptrdiff_t, ptrdiff_t, ptrdiff_t) noexcept nogil
 
     ctypedef struct mha_isa:
         const char *name
-        mha_kernels float32, float64
+        mha_kernels element[4]
         double (*multiply_add_rounds)(ptrdiff_t) noexcept nogil
 
     const mha_isa *const mha_built[]

@@ -22,7 +22,10 @@ int mha_threads_default(void)
 
 int mha_threads_usable(int wanted)
 {
-    return team_lost ? 1 : wanted;
+    /* The runtime ends the process when the system refuses a thread, so a careless number must not reach it. */
+    int most = 4 * omp_get_num_procs() > 64 ? 4 * omp_get_num_procs() : 64;
+
+    return team_lost ? 1 : wanted < most ? wanted : most;
 }
 
 void mha_threads_used(int n_thread)

@@ -103,6 +103,22 @@ def test_every_16_bit_number(n_head, kind, isa):
 
 
 @pytest.mark.parametrize("path", SIZES_OF_PATH)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sum_of_finite_score_and_mask_below_the_range(dtype, path, isa):
+    """Equal keys share the weight, also where score + mask has no finite number of its own."""
+    sizes = SIZES_OF_PATH[path] | {"head_width": 1, "value_width": 3}
+    query, key, value = normal_inputs(dtype, **sizes)
+    lowest = np.finfo(dtype).min
+    query[...], key[...] = 1, lowest / 4
+    mask = np.full(sizes["n_key"], lowest)
+    mask[::2] = -np.inf
+    out, lse = mha_fast.attention(query, key, value, mask, return_lse=True)
+    right = value[..., 1::2, :].mean(axis=-2, keepdims=True, dtype=np.float64).repeat(2, axis=1)
+    np.testing.assert_allclose(out, np.broadcast_to(right, out.shape), rtol=0, atol=1e-6)
+    assert np.isfinite(lse).all()
+
+
+@pytest.mark.parametrize("path", SIZES_OF_PATH)
 def test_finite_mask_past_the_range_of_float32(path, isa):
     inputs = normal_inputs(np.float32, **SIZES_OF_PATH[path])
     mask = np.zeros(SIZES_OF_PATH[path]["n_key"])

@@ -3,6 +3,7 @@
 
 #include "adjust.h"
 #include "finish.h"
+#include "storage.h"
 
 namespace {
 namespace MHA_ISA_NAMESPACE {
@@ -12,25 +13,25 @@ template <class T> constexpr ptrdiff_t padded(ptrdiff_t width) { return (width +
 // Memory is asked for this far ahead of its use (bench.compare --cases decode: 2 and 8 KiB tie).
 constexpr ptrdiff_t prefetch_bytes = 4096;
 
-template <class T> MHA_INLINE void prefetch_ahead(const T *row, ptrdiff_t stride, ptrdiff_t width) {
-    const ptrdiff_t row_bytes = width * ptrdiff_t(sizeof(T));
+template <class S> MHA_INLINE void prefetch_ahead(const S *row, ptrdiff_t stride, ptrdiff_t width) {
+    const ptrdiff_t row_bytes = width * ptrdiff_t(sizeof(S));
     const char *ahead = (const char *)row + stride * (prefetch_bytes / (row_bytes + 1) + 1);
     for (ptrdiff_t byte = 0; byte < row_bytes; byte += 64) __builtin_prefetch(ahead + byte, 0, 3);
 }
 
-template <class T>
-void few_pack(void *query_, const char *const *row, ptrdiff_t n_row, ptrdiff_t width, double scale) {
-    for (ptrdiff_t r = 0; r < n_row; r++) {
-        const T *source = (const T *)row[r];
-        T *query = (T *)query_ + r * padded<T>(width);
-        for (ptrdiff_t d = 0; d < width; d++) query[d] = source[d] * T(scale);
-        for (ptrdiff_t d = width; d < padded<T>(width); d++) query[d] = 0;
-    }
+template <class T, class S>
+void few_pack(void *query, const char *const *row, ptrdiff_t n_row, ptrdiff_t width, double scale) {
+    for (ptrdiff_t r = 0; r < n_row; r++)
+        for (ptrdiff_t d = 0; d < width; d += lanes<T>) {
+            const S *source = (const S *)row[r] + d;
+            const vec<T> q = d + lanes<T> <= width ? load_stored<T>(source) : load_stored_first<T>(source, width - d);
+            store((T *)query + r * padded<T>(width) + d, q * T(scale));
+        }
 }
 
 // N_ROW rows against lanes / N_ROW keys: one vector of dot products, row major.
-template <class T, int N_ROW>
-MHA_INLINE vec<T> dot_products(const T *query, const T *const *key, ptrdiff_t width) {
+template <class T, class S, int N_ROW>
+MHA_INLINE vec<T> dot_products(const T *query, const S *const *key, ptrdiff_t width) {
     constexpr int n_key = lanes<T> / N_ROW;
     const ptrdiff_t query_stride = padded<T>(width);
     vec<T> product[lanes<T>] = {};
@@ -44,27 +45,27 @@ MHA_INLINE vec<T> dot_products(const T *query, const T *const *key, ptrdiff_t wi
     };
     ptrdiff_t d = 0;
     for (; d + lanes<T> <= width; d += lanes<T>)
-        add(d, [](const T *p) __attribute__((always_inline)) { return load(p); });
-    if (d < width) add(d, [=](const T *p) __attribute__((always_inline)) { return load_first(p, width - d); });
+        add(d, [](const S *p) __attribute__((always_inline)) { return load_stored<T>(p); });
+    if (d < width) add(d, [=](const S *p) __attribute__((always_inline)) { return load_stored_first<T>(p, width - d); });
     return row_sums<T>(product);
 }
 
-template <class T>
+template <class T, class S>
 void few_scores(void *score_, const void *query_, ptrdiff_t n_row, const char *key, ptrdiff_t key_stride,
                 ptrdiff_t n_key, ptrdiff_t width) {
     const T *query = (const T *)query_;
     constexpr int most_rows = lanes<T> < 4 ? lanes<T> : 4;
     for (ptrdiff_t j = 0; j < n_key; j += lanes<T>) {
         // Past the end the last row stands in; its products are overwritten with -inf.
-        const T *key_row[lanes<T>];
-        for (int i = 0; i < lanes<T>; i++) key_row[i] = row_at<T>(key, key_stride, j + i < n_key ? j + i : n_key - 1);
-        for (int i = 0; i < lanes<T>; i++) prefetch_ahead<T>(key_row[i], key_stride, width);
+        const S *key_row[lanes<T>];
+        for (int i = 0; i < lanes<T>; i++) key_row[i] = row_at<S>(key, key_stride, j + i < n_key ? j + i : n_key - 1);
+        for (int i = 0; i < lanes<T>; i++) prefetch_ahead(key_row[i], key_stride, width);
         in_steps<most_rows>(n_row, [&](auto step, ptrdiff_t r) __attribute__((always_inline)) {
             constexpr int rows = decltype(step)::value, keys = lanes<T> / rows;
             T *score = (T *)score_ + r * MHA_KEY_SPLIT + j;
             for (int k = 0; k < rows; k++) {
                 T product[lanes<T>];
-                store(product, dot_products<T, rows>(query + r * padded<T>(width), key_row + k * keys, width));
+                store(product, dot_products<T, S, rows>(query + r * padded<T>(width), key_row + k * keys, width));
                 MHA_UNROLL for (int i = 0; i < rows; i++)
                     memcpy(score + i * MHA_KEY_SPLIT + k * keys, product + i * keys, keys * sizeof(T));
             }
@@ -96,14 +97,14 @@ void few_softmax(void *score_, void *maximum_, void *total_, ptrdiff_t n_row, pt
 }
 
 // sum[N_ROW][N_VECTOR vectors] += weights times n_key value rows
-template <class T, int N_ROW, int N_VECTOR, class Load>
+template <class T, class S, int N_ROW, int N_VECTOR, class Load>
 MHA_INLINE void add_values(T *sum, ptrdiff_t sum_stride, const T *weight, const char *value, ptrdiff_t value_stride,
                            ptrdiff_t n_key, Load load_value) {
     vec<T> part[N_ROW][N_VECTOR];
     MHA_UNROLL for (int r = 0; r < N_ROW; r++)
         MHA_UNROLL for (int x = 0; x < N_VECTOR; x++) part[r][x] = load(sum + r * sum_stride + x * lanes<T>);
     for (ptrdiff_t j = 0; j < n_key; j++) {
-        const T *v = row_at<T>(value, value_stride, j);
+        const S *v = row_at<S>(value, value_stride, j);
         MHA_UNROLL for (int x = 0; x < N_VECTOR; x++) {
             vec<T> feature = load_value(v + x * lanes<T>);
             MHA_UNROLL for (int r = 0; r < N_ROW; r++) part[r][x] += weight[r * MHA_KEY_SPLIT + j] * feature;
@@ -113,50 +114,54 @@ MHA_INLINE void add_values(T *sum, ptrdiff_t sum_stride, const T *weight, const 
         MHA_UNROLL for (int x = 0; x < N_VECTOR; x++) store(sum + r * sum_stride + x * lanes<T>, part[r][x]);
 }
 
-template <class T>
+template <class T, class S>
 void few_values(void *sum_, const void *weight_, ptrdiff_t n_row, const char *value, ptrdiff_t value_stride,
                 ptrdiff_t n_key, ptrdiff_t width) {
     constexpr ptrdiff_t keys_in_l1 = 32;  // so that the value rows are still near for the next rows and features
     constexpr int accumulators = MHA_ACCUMULATORS >= 16 ? 16 : 8;
+    constexpr ptrdiff_t vector_bytes = lanes<T> * sizeof(S);
     const ptrdiff_t stride = padded<T>(width), n_full = width / lanes<T>, rest = width % lanes<T>;
     memset(sum_, 0, n_row * stride * sizeof(T));
     for (ptrdiff_t j = 0; j < n_key; j += keys_in_l1) {
         const ptrdiff_t n = n_key - j < keys_in_l1 ? n_key - j : keys_in_l1;
         const char *block = value + j * value_stride;
-        for (ptrdiff_t i = 0; i < n; i++) prefetch_ahead<T>(row_at<T>(block, value_stride, i), value_stride, width);
+        for (ptrdiff_t i = 0; i < n; i++) prefetch_ahead(row_at<S>(block, value_stride, i), value_stride, width);
         in_steps<4>(n_row, [&](auto step, ptrdiff_t r) __attribute__((always_inline)) {
             constexpr int rows = decltype(step)::value;
             T *sum = (T *)sum_ + r * stride;
             const T *weight = (const T *)weight_ + r * MHA_KEY_SPLIT + j;
             in_steps<accumulators / (rows < 2 ? 2 : rows)>(n_full, [&](auto vectors, ptrdiff_t x) __attribute__((always_inline)) {
-                add_values<T, rows, decltype(vectors)::value>(
-                    sum + x * lanes<T>, stride, weight, block + x * MHA_VECTOR_BYTES, value_stride, n,
-                    [](const T *p) __attribute__((always_inline)) { return load(p); });
+                add_values<T, S, rows, decltype(vectors)::value>(
+                    sum + x * lanes<T>, stride, weight, block + x * vector_bytes, value_stride, n,
+                    [](const S *p) __attribute__((always_inline)) { return load_stored<T>(p); });
             });
             if (rest)
-                add_values<T, rows, 1>(sum + n_full * lanes<T>, stride, weight, block + n_full * MHA_VECTOR_BYTES,
-                                       value_stride, n,
-                                       [=](const T *p) __attribute__((always_inline)) { return load_first(p, rest); });
+                add_values<T, S, rows, 1>(
+                    sum + n_full * lanes<T>, stride, weight, block + n_full * vector_bytes, value_stride, n,
+                    [=](const S *p) __attribute__((always_inline)) { return load_stored_first<T>(p, rest); });
         });
     }
 }
 
-template <class T>
+template <class T, class S>
 void few_values_guarded(void *sum_, const void *weight_, const void *visible_, ptrdiff_t n_row, const char *value,
                         ptrdiff_t value_stride, ptrdiff_t n_key, ptrdiff_t width) {
     memset(sum_, 0, n_row * padded<T>(width) * sizeof(T));
     for (ptrdiff_t r = 0; r < n_row; r++) {
-        T *sum = (T *)sum_ + r * padded<T>(width);
         const T *weight = (const T *)weight_ + r * MHA_KEY_SPLIT, *visible = (const T *)visible_ + r * MHA_KEY_SPLIT;
         for (ptrdiff_t j = 0; j < n_key; j++) {
             if (visible[j] == -infinity<T>) continue;
-            const T *v = row_at<T>(value, value_stride, j);
-            for (ptrdiff_t d = 0; d < width; d++) sum[d] += weight[j] * v[d];
+            for (ptrdiff_t d = 0; d < width; d += lanes<T>) {
+                const S *v = row_at<S>(value, value_stride, j) + d;
+                T *sum = (T *)sum_ + r * padded<T>(width) + d;
+                store(sum, load(sum) + weight[j] * (d + lanes<T> <= width ? load_stored<T>(v)
+                                                                           : load_stored_first<T>(v, width - d)));
+            }
         }
     }
 }
 
-template <class T>
+template <class T, class S>
 void few_merge(char *out, const void *sum, const void *maximum, const void *total, ptrdiff_t part_stride,
                ptrdiff_t n_part, ptrdiff_t width, double exp_scale, void *work, const mha_finish *how) {
     T *factor = (T *)work;
@@ -169,13 +174,13 @@ void few_merge(char *out, const void *sum, const void *maximum, const void *tota
         sum_total += double(factor[i]) * *part(total, i);
     }
     const T last_factor = finish_row<T>(highest, sum_total, 0, how);
-    T *result = (T *)out;
+    S *result = (S *)out;
     for (ptrdiff_t d = 0; d < width; d += lanes<T>) {
         vec<T> joined = {};
         for (ptrdiff_t i = 0; i < n_part; i++) joined += load(part(sum, i) + d) * factor[i];
         joined = switched_off(0, how) ? vec<T>{} : joined * last_factor;
-        if (d + lanes<T> <= width) store(result + d, joined);
-        else for (int i = 0; d + i < width; i++) result[d + i] = joined[i];
+        if (d + lanes<T> <= width) store_stored<T>(result + d, joined);
+        else store_stored_first<T>(result + d, joined, width - d);
     }
 }
 

@@ -9,13 +9,17 @@ namespace MHA_ISA_NAMESPACE {
 
 constexpr double minus_infinity = -__builtin_inf();
 
+// A gate of exactly 0 switches the head off, whatever its values hold: 0 * NaN must not come out of it.
+inline bool switched_off(ptrdiff_t row, const mha_finish *how) { return how->gate && how->gate[row] == 0; }
+
 // Returns what the sum of weights times values must be multiplied by; writes the log-sum-exp where asked for.
 // A sink is one more logit with no value: it takes part in the maximum and in the total (semantics of `sinks`).
 template <class T>
 inline T finish_row(double maximum, double total, ptrdiff_t row, const mha_finish *how) {
+    const bool no_key = total == 0;
     double logit = maximum * how->lse_scale, weight = 1;
     if (how->sink) {
-        double sink = how->sink[row], peak = sink > logit ? sink : logit;
+        double sink = how->sink[row], peak = logit > sink ? logit : sink;  // NaN in a sink stays
         if (peak > minus_infinity || peak != peak) {
             weight = __builtin_exp(logit - peak);
             total = total * weight + __builtin_exp(sink - peak);
@@ -26,12 +30,10 @@ inline T finish_row(double maximum, double total, ptrdiff_t row, const mha_finis
         T lse = T(logit + __builtin_log(total));
         memcpy(how->lse[row], &lse, sizeof lse);
     }
-    double gate = how->gate ? how->gate[row] : 1;
-    return total == 0 ? T(0) : T(gate * weight / total);
+    // Without a key the output is 0, whatever sink and gate are; so it is where the head is switched off.
+    if (no_key || switched_off(row, how)) return T(0);
+    return T((how->gate ? how->gate[row] : 1) * weight / total);
 }
-
-// A gate of exactly 0 switches the head off, whatever its values hold: 0 * NaN must not come out of it.
-inline bool switched_off(ptrdiff_t row, const mha_finish *how) { return how->gate && how->gate[row] == 0; }
 
 }  // namespace MHA_ISA_NAMESPACE
 }  // namespace

@@ -104,17 +104,5 @@ int mask_tile(void *bias_, void *work_, const char *const *row, ptrdiff_t n_row,
     return holds;
 }
 
-template <class T> int all_finite(const char *value, ptrdiff_t value_stride, ptrdiff_t n_key, ptrdiff_t width) {
-    vec<T> zero = {};  // 0 * v summed: NaN as soon as one v is Inf or NaN
-    T rest = 0;
-    for (ptrdiff_t j = 0; j < n_key; j++) {
-        const T *v = row_at<T>(value, value_stride, j);
-        ptrdiff_t d = 0;
-        for (; d + lanes<T> <= width; d += lanes<T>) zero += load(v + d) * T(0);
-        for (; d < width; d++) rest += v[d] * T(0);
-    }
-    return rest + lane_sum<T>(zero) == T(0);
-}
-
 }  // namespace MHA_ISA_NAMESPACE
 }  // namespace

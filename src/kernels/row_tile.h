@@ -3,6 +3,7 @@
 
 #include "adjust.h"
 #include "finish.h"
+#include "storage.h"
 
 namespace {
 namespace MHA_ISA_NAMESPACE {
@@ -13,22 +14,24 @@ constexpr int keys_per_step(int vectors) {
 }
 
 // rows -> [width][tile_rows], times scale.  Lanes without a row repeat the last one; nobody looks at their results.
-template <class T>
+template <class T, class S>
 void pack_query(void *query_, const char *const *row, ptrdiff_t n_row, ptrdiff_t width, double scale_) {
     T *query = (T *)query_;
     const T scale = T(scale_);
     for (ptrdiff_t r = 0; r < n_row; r += lanes<T>) {
-        const T *source[lanes<T>];
-        for (int i = 0; i < lanes<T>; i++) source[i] = (const T *)row[r + i < n_row ? r + i : n_row - 1];
+        const S *source[lanes<T>];
+        for (int i = 0; i < lanes<T>; i++) source[i] = (const S *)row[r + i < n_row ? r + i : n_row - 1];
+        vec<T> square[lanes<T>];
         ptrdiff_t d = 0;
         for (; d + lanes<T> <= width; d += lanes<T>) {
-            vec<T> square[lanes<T>];
-            MHA_UNROLL for (int i = 0; i < lanes<T>; i++) square[i] = load(source[i] + d) * scale;
+            MHA_UNROLL for (int i = 0; i < lanes<T>; i++) square[i] = load_stored<T>(source[i] + d) * scale;
             transpose<T>(square);
             MHA_UNROLL for (int i = 0; i < lanes<T>; i++) store(query + (d + i) * tile_rows<T> + r, square[i]);
         }
-        for (; d < width; d++)
-            for (int i = 0; i < lanes<T>; i++) query[d * tile_rows<T> + r + i] = source[i][d] * scale;
+        if (d == width) continue;
+        for (int i = 0; i < lanes<T>; i++) square[i] = load_stored_first<T>(source[i] + d, width - d) * scale;
+        transpose<T>(square);
+        for (int i = 0; i < lanes<T> && d + i < width; i++) store(query + (d + i) * tile_rows<T> + r, square[i]);
     }
 }
 
@@ -171,30 +174,64 @@ void values_guarded(void *sum_, const void *rescale_, const void *weight_, const
 }
 
 template <class T>
-void finish(char *const *out, void *sum_, const void *maximum_, const void *total_, ptrdiff_t n_row, ptrdiff_t width,
+void finish_factors(void *factor, const void *maximum, const void *total, ptrdiff_t n_row, const mha_finish *how) {
+    for (ptrdiff_t r = 0; r < n_row; r++)
+        ((T *)factor)[r] = finish_row<T>(((const T *)maximum)[r], ((const T *)total)[r], r, how);
+}
+
+// [lanes keys or features][lanes rows] -> n_row rows of n elements each, at out[row] + offset
+template <class T, class S>
+MHA_INLINE void store_rows(char *const *out, ptrdiff_t offset, vec<T> (&square)[lanes<T>], ptrdiff_t n_row, ptrdiff_t n) {
+    transpose<T>(square);
+    if (n_row >= lanes<T> && n >= lanes<T>) {
+        MHA_UNROLL for (int i = 0; i < lanes<T>; i++) store_stored<T>((S *)out[i] + offset, square[i]);
+    } else {
+        for (int i = 0; i < lanes<T> && i < n_row; i++)
+            store_stored_first<T>((S *)out[i] + offset, square[i], n < lanes<T> ? n : lanes<T>);
+    }
+}
+
+template <class T, class S>
+void finish(char *const *out, void *sum_, const void *maximum, const void *total, ptrdiff_t n_row, ptrdiff_t width,
             const mha_finish *how) {
     T *sum = (T *)sum_;
-    const T *maximum = (const T *)maximum_, *total = (const T *)total_;
     T factor[tile_rows<T>] = {};
-    for (ptrdiff_t r = 0; r < n_row; r++) {
-        factor[r] = finish_row<T>(maximum[r], total[r], r, how);
+    finish_factors<T>(factor, maximum, total, n_row, how);
+    for (ptrdiff_t r = 0; r < n_row; r++)
         if (switched_off(r, how))
             for (ptrdiff_t d = 0; d < width; d++) sum[d * tile_rows<T> + r] = 0;
-    }
     for (ptrdiff_t r = 0; r < n_row; r += lanes<T>) {
         const vec<T> f = load(factor + r);
-        const bool whole = r + lanes<T> <= n_row;
-        ptrdiff_t d = 0;
-        for (; d + lanes<T> <= width; d += lanes<T>) {
+        for (ptrdiff_t d = 0; d < width; d += lanes<T>) {
             vec<T> square[lanes<T>];
-            MHA_UNROLL for (int i = 0; i < lanes<T>; i++) square[i] = load(sum + (d + i) * tile_rows<T> + r) * f;
-            transpose<T>(square);
-            MHA_UNROLL for (int i = 0; i < lanes<T>; i++)
-                if (whole || r + i < n_row) store((T *)out[r + i] + d, square[i]);
+            if (d + lanes<T> <= width) {
+                MHA_UNROLL for (int i = 0; i < lanes<T>; i++) square[i] = load(sum + (d + i) * tile_rows<T> + r) * f;
+            } else {
+                for (int i = 0; i < lanes<T>; i++)
+                    square[i] = d + i < width ? load(sum + (d + i) * tile_rows<T> + r) * f : vec<T>{};
+            }
+            store_rows<T, S>(out + r, d, square, n_row - r, width - d);
         }
-        for (; d < width; d++)
-            for (int i = 0; i < lanes<T> && r + i < n_row; i++)
-                ((T *)out[r + i])[d] = sum[d * tile_rows<T> + r + i] * factor[r + i];
+    }
+}
+
+template <class T, class S>
+void store_weights(char *const *out, const void *score_, const void *maximum_, const void *factor_, ptrdiff_t n_row,
+                   ptrdiff_t n_key, double exp_scale_) {
+    const T *score = (const T *)score_, *maximum = (const T *)maximum_, *factor = (const T *)factor_;
+    const T exp_scale = T(exp_scale_);
+    for (ptrdiff_t r = 0; r < n_row; r += lanes<T>) {
+        const vec<T> highest = load(maximum + r), base = highest == -infinity<T> ? vec<T>{} : highest;
+        for (ptrdiff_t j = 0; j < n_key; j += lanes<T>) {
+            vec<T> square[lanes<T>];
+            for (int i = 0; i < lanes<T>; i++) {
+                const vec<T> s = j + i < n_key ? load(score + (j + i) * tile_rows<T> + r) : splat(-infinity<T>);
+                // an excluded key has weight 0 even in a row whose other weights are NaN
+                square[i] = s == -infinity<T> ? vec<T>{}
+                                              : exp2_nonpositive<T>((s - base) * exp_scale) * load(factor + r);
+            }
+            store_rows<T, S>(out + r, j, square, n_row - r, n_key - j);
+        }
     }
 }
 

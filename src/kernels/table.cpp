@@ -8,28 +8,36 @@
 namespace {
 namespace MHA_ISA_NAMESPACE {
 
-template <class T> constexpr mha_kernels kernels = {
-    sizeof(T),
-    tile_rows<T>,
-    lanes<T>,
-    pack_query<T>,
-    scores<T>,
-    adjust<T>,
-    softmax<T>,
-    values<T>,
-    values_guarded<T>,
-    finish<T>,
-    mask_tile<T>,
-    few_pack<T>,
-    few_scores<T>,
-    few_adjust<T>,
-    few_softmax<T>,
-    few_values<T>,
-    few_values_guarded<T>,
-    few_merge<T>,
-    mask_row<T>,
-    all_finite<T>,
-};
+// T computes, S lies in memory.
+template <class T, class S> constexpr mha_kernels kernels(decltype(mha_kernels::widen) widen_rows) {
+    return {
+        sizeof(S),
+        sizeof(T),
+        tile_rows<T>,
+        lanes<T>,
+        widen_rows,
+        pack_query<T, S>,
+        scores<T>,
+        adjust<T>,
+        softmax<T>,
+        values<T>,
+        values_guarded<T>,
+        finish<T, S>,
+        store_weights<T, S>,
+        finish_factors<T>,
+        all_finite<T, T>,
+        mask_tile<T>,
+        few_pack<T, S>,
+        few_scores<T, S>,
+        few_adjust<T>,
+        few_softmax<T>,
+        few_values<T, S>,
+        few_values_guarded<T, S>,
+        few_merge<T, S>,
+        all_finite<T, S>,
+        mask_row<T>,
+    };
+}
 
 static_assert(tile_rows<float> <= MHA_MAX_ROWS, "the loop sizes its row arrays by MHA_MAX_ROWS");
 static_assert(MHA_KEY_BLOCK % lanes<float> == 0 && MHA_KEY_SPLIT % lanes<float> == 0, "score rows are whole vectors");
@@ -59,7 +67,13 @@ double multiply_add_rounds(ptrdiff_t n) {
 
 extern "C" const mha_isa MHA_JOIN(mha_isa_, MHA_ISA) = {
     MHA_TEXT(MHA_ISA),
-    MHA_ISA_NAMESPACE::kernels<float>,
-    MHA_ISA_NAMESPACE::kernels<double>,
+    {
+        MHA_ISA_NAMESPACE::kernels<float, float>(nullptr),
+        MHA_ISA_NAMESPACE::kernels<double, double>(nullptr),
+        MHA_ISA_NAMESPACE::kernels<float, MHA_ISA_NAMESPACE::float16>(
+            MHA_ISA_NAMESPACE::widen<float, MHA_ISA_NAMESPACE::float16>),
+        MHA_ISA_NAMESPACE::kernels<float, MHA_ISA_NAMESPACE::bfloat16>(
+            MHA_ISA_NAMESPACE::widen<float, MHA_ISA_NAMESPACE::bfloat16>),
+    },
     MHA_ISA_NAMESPACE::multiply_add_rounds,
 };

@@ -1,0 +1,217 @@
+"""Checks of single arguments: each returns the argument in plain form, or raises naming it."""
+
+import math
+import operator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ._typing import Array
+
+# Wider than any array; a position plus or minus it still fits int64. Also in src/_core.pyx.
+UNBOUNDED = 1 << 61
+NUMPY_FLOATS = frozenset(map(np.dtype, (np.float16, np.float32, np.float64)))
+
+
+# ---- numbers ----------------------------------------------------------------------------------
+
+
+def index(name: str, number: Any, expected: str) -> int:
+    """Return an int, from anything that is one."""
+    try:
+        return operator.index(number)
+    except TypeError:
+        raise TypeError(f"{name} is {number!r}; expected {expected}") from None
+
+
+def positive_int(name: str, number: Any) -> int:
+    """Return an int of at least 1."""
+    result = index(name, number, "an int of at least 1")
+    if not 1 <= result < 1 << 31:
+        raise ValueError(f"{name} is {result}; expected an int of at least 1")
+    return result
+
+
+def flag(name: str, value: Any) -> bool:
+    """Return a bool, not just anything that is true."""
+    if not isinstance(value, (bool, np.bool_, int)):
+        raise TypeError(f"{name} is {value!r}; expected True or False")
+    return bool(value)
+
+
+def number(name: str, value: Any) -> float:
+    """Return a float."""
+    if isinstance(value, str):
+        raise TypeError(f"{name} is {value!r}; expected a number")
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} is {value!r}; expected a number") from None
+
+
+def scale_factor(scale: Any, head_width: int) -> float:
+    """Return the scale; 1 / sqrt(head_width) for None, and 1 for an empty dot product."""
+    if scale is None:
+        return 1.0 / math.sqrt(head_width) if head_width else 1.0
+    result = number("scale", scale)
+    if not math.isfinite(result):
+        raise ValueError(f"scale is {result}; expected a finite number")
+    return result
+
+
+def softcap_or_zero(softcap: Any) -> float:
+    """Return the cap, 0 for none."""
+    if softcap is None:
+        return 0.0
+    result = number("softcap", softcap)
+    if not (result > 0 and math.isfinite(result)):
+        raise ValueError(f"softcap is {result}; expected a finite number above 0")
+    return result
+
+
+def precision_word(precision: Any) -> None:
+    """Accept the two words."""
+    if precision not in ("highest", "high"):
+        raise ValueError(f"precision is {precision!r}; expected 'highest' or 'high'")
+
+
+def window_bounds(window: Any) -> tuple[int, int]:
+    """Return (left, right), UNBOUNDED for None."""
+    if window is None:
+        return UNBOUNDED, UNBOUNDED
+    expected = "a pair (left, right) of ints or None"
+    if isinstance(window, str) or not hasattr(window, "__len__"):
+        raise TypeError(f"window is {window!r}; expected {expected}")
+    if len(window) != 2:
+        raise ValueError(f"window is {window!r}; expected {expected}")
+    left, right = window
+    return _window_bound(window, left), _window_bound(window, right)
+
+
+def _window_bound(window: Any, bound: Any) -> int:
+    if bound is None:
+        return UNBOUNDED
+    result = index("window", bound, "bounds that are ints or None")
+    if result < 0:
+        raise ValueError(
+            f"window is {window!r}; expected bounds of at least 0, or None for no bound"
+        )
+    return min(result, UNBOUNDED)
+
+
+# ---- arrays -----------------------------------------------------------------------------------
+
+
+def array(name: str, x: Any) -> Array:
+    """Return a plain array of native byte order."""
+    if type(x) is not np.ndarray:
+        if isinstance(x, np.ma.MaskedArray):
+            raise TypeError(
+                f"{name} is a masked array, whose mask would be lost; expected a plain array"
+            )
+        x = np.asarray(x)
+    if not x.dtype.isnative:
+        x = copied(x, x.dtype.newbyteorder("="))
+    return x
+
+
+def readable(x: Array) -> Array:
+    """Return `x`, or a copy where the kernel cannot read its rows in place."""
+    if not (x.flags.aligned and (x.shape[-1] <= 1 or x.strides[-1] == x.itemsize)):
+        x = copied(x, x.dtype)
+    return bits(x)
+
+
+def bits(x: Array) -> Array:
+    """Return `x` as something the buffer protocol knows: bfloat16 as its 16 bits."""
+    return x if x.dtype in NUMPY_FLOATS or x.dtype == np.bool_ else x.view(np.uint16)
+
+
+def copied(x: Array, dtype: np.dtype[Any]) -> Array:
+    """Copy to C order, without writing out axes that are broadcast (stride 0), but the last."""
+    outer = zip(x.shape[:-1], x.strides, strict=False)
+    stored = x[tuple(slice(1 if n > 1 and s == 0 else None) for n, s in outer)]
+    copy = np.empty(stored.shape, dtype)
+    np.copyto(copy, stored)
+    return np.broadcast_to(copy, x.shape)
+
+
+def integers(name: str, x: Any, shape: tuple[int, ...], low: int, high: int) -> Array:
+    """Return int64 numbers between low and high, broadcast to `shape`."""
+    numbers = array(name, x)
+    if numbers.dtype.kind not in "iu" and numbers.size:
+        raise TypeError(f"{name} has dtype {numbers.dtype}; expected integers")
+    if numbers.size and not (low <= int(numbers.min()) and int(numbers.max()) <= high):
+        raise ValueError(
+            f"{name} holds {int(numbers.min())} to {int(numbers.max())}; expected {low} to {high}"
+        )
+    return broadcast(name, numbers, shape, np.int64)
+
+
+def broadcast(name: str, x: Array, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
+    """Return `x` as a contiguous array of the shape."""
+    try:
+        return np.ascontiguousarray(np.broadcast_to(x, shape), dtype)
+    except ValueError:
+        raise ValueError(
+            f"{name} has shape {x.shape}; expected one that broadcasts to {shape}"
+        ) from None
+
+
+def reals(name: str, x: Any) -> Array:
+    """Return an array of any real dtype."""
+    result = array(name, x)
+    if result.dtype.kind not in "fiub" and result.dtype.name != "bfloat16":
+        raise TypeError(f"{name} has dtype {result.dtype}; expected real numbers")
+    return result
+
+
+def per_head(name: str, x: Any, shape: tuple[int, ...]) -> Array | None:
+    """Return float64 numbers per batch entry and head; `shape` ends with the number of heads."""
+    if x is None:
+        return None
+    numbers = reals(name, x)
+    if numbers.ndim == 0 or numbers.shape[-1] != shape[-1]:
+        raise ValueError(
+            f"{name} has shape {numbers.shape}; expected ({shape[-1]},), one per head, or {shape}"
+        )
+    return broadcast(name, numbers, shape, np.float64)
+
+
+def per_head_only(name: str, x: Any, n_head: int) -> Array | None:
+    """Return float64 numbers, exactly one per head."""
+    if x is None:
+        return None
+    numbers = reals(name, x)
+    if numbers.shape != (n_head,):
+        raise ValueError(f"{name} has shape {numbers.shape}; expected ({n_head},), one per head")
+    return np.ascontiguousarray(numbers, np.float64)
+
+
+def chosen(name: str, which: Any, n: int) -> Array | None:
+    """Return the numbers that an index (int, slice, list or array) picks from 0 ... n - 1."""
+    if which is None:
+        return None
+    try:
+        picked = np.atleast_1d(np.arange(n, dtype=np.int64)[which])
+    except (IndexError, TypeError, ValueError) as error:
+        raise ValueError(f"{name} is {which!r}; expected an index into {n} ({error})") from None
+    if picked.ndim != 1:
+        raise ValueError(f"{name} has {picked.ndim} axes; expected an int, a slice or one axis")
+    return np.ascontiguousarray(picked)
+
+
+def boundaries(name: str, x: Any, n_row: int, rows_of: str) -> Array:
+    """Return the n + 1 boundaries of n packed sequences as int64."""
+    result = array(name, x)
+    if result.dtype.kind not in "iu":
+        raise TypeError(f"{name} has dtype {result.dtype}; expected integers")
+    if result.ndim != 1 or result.size == 0:
+        raise ValueError(f"{name} has shape {result.shape}; expected (sequences + 1,)")
+    result = np.ascontiguousarray(result, np.int64)
+    if result[0] != 0 or (np.diff(result) < 0).any():
+        raise ValueError(f"{name} is {result}; expected boundaries that rise from 0")
+    if result[-1] != n_row:
+        raise ValueError(f"{name} ends at {result[-1]}; expected {n_row}, the rows of {rows_of}")
+    return result

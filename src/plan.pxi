@@ -1,0 +1,113 @@
+# The plan of a call: its tasks in the order in which they are taken, and the buffer of partial results.
+
+cdef struct task:
+    ptrdiff_t pair
+    ptrdiff_t start                  # tiles: first row; few rows: number of the key split
+    ptrdiff_t cost                   # products of a row and a key, about
+    bint few
+
+cdef struct plan:
+    task *tasks
+    ptrdiff_t n_task
+    bint has_tiles, has_few, has_splits  # splits: partial results of more than one task to be joined
+    ptrdiff_t n_sub                  # sub-tiles of a task of row tiles
+    int n_together                   # neighbouring tasks that a thread takes at once
+    ptrdiff_t most_splits
+    # partial results of the few-rows path: part i of a pair is number first_part[pair] + i
+    ptrdiff_t *first_part
+    ptrdiff_t n_part, part_size, maximum_at, total_at
+    char *parts
+
+
+cdef inline ptrdiff_t ceil_divide(ptrdiff_t a, ptrdiff_t b) noexcept nogil:
+    return (a + b - 1) // b
+
+
+cdef inline ptrdiff_t splits_of(const mha_problem *p, ptrdiff_t batch) noexcept nogil:
+    return max(ceil_divide(keys_of(p, batch), MHA_KEY_SPLIT), 1)
+
+
+cdef inline bint takes_few_rows(const mha_problem *p, ptrdiff_t n_row) noexcept nogil:
+    return n_row <= MHA_MAX_FEW_ROWS and not p.weights
+
+
+cdef ptrdiff_t tile_cost(const mha_problem *p, ptrdiff_t batch, ptrdiff_t row, ptrdiff_t n_row) noexcept nogil:
+    """Rows times the keys between the first that the first row sees and the last that the last row sees."""
+    cdef ptrdiff_t first, last, unused
+    visible_range(p, position_of(p, batch, row // p.group), keys_of(p, batch), &first, &unused)
+    visible_range(p, position_of(p, batch, (row + n_row - 1) // p.group), keys_of(p, batch), &unused, &last)
+    return n_row * max(last - first, 0)
+
+
+cdef int heavy_first(const void *a, const void *b) noexcept nogil:
+    cdef const task *x = <const task *>a
+    cdef const task *y = <const task *>b
+    if x.cost != y.cost:
+        return 1 if x.cost < y.cost else -1
+    if x.start != y.start:  # a mask that heads share is read by one head after the other while it is near
+        return 1 if x.start > y.start else -1
+    return (x.pair > y.pair) - (x.pair < y.pair)
+
+
+cdef void count_tasks(plan *work, const mha_problem *p, const mha_kernels *k, int n_thread) noexcept nogil:
+    """How many tasks and partial results there are, and how large a task of row tiles is."""
+    cdef ptrdiff_t batch, n_row, most_few = 0
+    work.n_sub = MAX_SUB_TILES
+    # Wide heads get smaller tasks, so that a task stays in the cache, and few tasks become more, so that every thread
+    # gets some.
+    while work.n_sub > 1 and work.n_sub * k.tile_rows * (p.head_width + p.value_width) * k.item_size > 1 << 20:
+        work.n_sub //= 2
+    while True:
+        work.n_task = work.n_part = 0
+        for batch in range(p.n_batch):
+            n_row = p.group * queries_of(p, batch)
+            if n_row == 0:
+                continue
+            if takes_few_rows(p, n_row):
+                most_few = max(most_few, n_row)
+                work.most_splits = max(work.most_splits, splits_of(p, batch))
+                work.n_part += p.n_kv_head * splits_of(p, batch)
+            else:
+                work.has_tiles = True
+                work.n_task += p.n_kv_head * ceil_divide(n_row, work.n_sub * k.tile_rows)
+        work.n_task += work.n_part
+        if work.n_sub == 1 or work.n_task >= 4 * n_thread or not work.has_tiles:
+            break
+        work.n_sub //= 2
+    work.has_few = most_few > 0
+    work.has_splits = work.most_splits > 1
+    work.maximum_at = most_few * padded(k, p.value_width) * k.item_size
+    work.total_at = work.maximum_at + most_few * k.item_size
+    work.part_size = (work.total_at + most_few * k.item_size + 63) // 64 * 64
+    if not work.has_tiles:
+        work.n_sub = 1
+
+
+cdef void list_tasks(plan *work, const mha_problem *p, const mha_kernels *k, int n_thread) noexcept nogil:
+    """Fill in the tasks: pair by pair where all are alike, otherwise the heaviest first."""
+    cdef ptrdiff_t pair, batch, n_row, start, task_rows = work.n_sub * k.tile_rows
+    cdef task *t = work.tasks
+    cdef bint alike = (p.mask_type == MHA_NO_MASK and p.query_length == NULL and p.key_length == NULL
+                       and p.window_left >= UNBOUNDED and p.window_right >= UNBOUNDED)
+    work.n_part = 0
+    for pair in range(p.n_batch * p.n_kv_head):
+        batch = pair // p.n_kv_head
+        n_row = p.group * queries_of(p, batch)
+        work.first_part[pair] = work.n_part
+        if n_row == 0:
+            continue
+        if takes_few_rows(p, n_row):
+            for start in range(splits_of(p, batch)):
+                t[0] = task(pair, start, n_row * min(keys_of(p, batch) - start * MHA_KEY_SPLIT, MHA_KEY_SPLIT), True)
+                t += 1
+            work.n_part += splits_of(p, batch)
+        else:
+            start = 0
+            while start < n_row:
+                t[0] = task(pair, start, tile_cost(p, batch, start, min(task_rows, n_row - start)), False)
+                t += 1
+                start += task_rows
+    if not alike and work.has_tiles:
+        qsort(work.tasks, work.n_task, sizeof(task), heavy_first)
+    # Several heads in a row, where there are many alike, so that a thread can fetch its next head ahead.
+    work.n_together = 4 if alike and work.has_tiles and work.n_task >= 32 * n_thread else 1

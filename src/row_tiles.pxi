@@ -1,0 +1,189 @@
+# Tiles of rows: some sub-tiles of one pair's rows against the key blocks that any of them may see.
+
+cdef struct key_block:
+    ptrdiff_t first, last            # keys of the block that some row of the task may see
+    const char *key
+    const char *value
+    ptrdiff_t key_stride, value_stride
+    int finite                       # of the values: 1 all, 0 not all, -1 not looked at yet
+    mha_ahead next_keys, next_values # what is worth fetching while the block is worked on
+
+
+cdef int read_mask(const sub_tile *s, workspace *w, const mha_problem *p, const mha_kernels *k, ptrdiff_t first,
+                   ptrdiff_t n_key) noexcept nogil:
+    """Turn the mask of a key block into numbers in w.bias; return what it holds."""
+    cdef const char *row[MAX_ROWS]
+    cdef ptrdiff_t r
+    if s.same_mask:
+        return k.mask_row(w.bias, s.mask[0] + first * p.mask_key_stride, p.mask_key_stride, n_key, p.mask_type)
+    for r in range(s.n_row):
+        row[r] = s.mask[r] + first * p.mask_key_stride
+    return k.mask_tile(w.bias, w.mask_work, row, s.n_row, p.mask_key_stride, n_key, p.mask_type)
+
+
+cdef ptrdiff_t score_block(sub_tile *s, workspace *w, const mha_problem *p, const mha_kernels *k,
+                           const key_block *block, const mha_ahead *ahead, mha_adjust *how, ptrdiff_t *first,
+                           bint *excludes) noexcept nogil:
+    """Scores of one sub-tile against one key block, masked, in w.score, and their maxima in w.peak.
+
+    Returns how many keys from `first` on they cover, 0 where no row sees any.  `excludes` tells whether some of them
+    are excluded for some row, and `how` by what.
+    """
+    first[0] = max(block.first, s.first_key)
+    cdef ptrdiff_t n_key = min(block.last, s.last_key) - first[0]
+    cdef bint edge = first[0] < s.all_first or first[0] + n_key > s.all_last
+    cdef int holds = MHA_MASK_VISIBLE
+    if n_key <= 0:
+        return 0
+    if p.mask_type != MHA_NO_MASK:
+        holds = read_mask(s, w, p, k, first[0], n_key)
+        if not holds & MHA_MASK_VISIBLE:
+            return 0
+
+    k.scores(w.score, w.peak, s.packed, s.n_row, block.key + (first[0] - block.first) * block.key_stride,
+             block.key_stride, n_key, p.head_width, ahead)
+    excludes[0] = edge or holds & MHA_MASK_EXCLUDED
+    if p.natural or excludes[0]:
+        memset(how, 0, sizeof(mha_adjust))
+        how.score_scale = p.score_scale
+        how.softcap = p.softcap
+        if p.alibi_slope != NULL:
+            set_positions(s, w, k, first[0])
+            how.slope, how.distance = w.slope, w.distance
+        if p.mask_type != MHA_NO_MASK:
+            how.bias, how.bias_row_stride = w.bias, not s.same_mask
+        if edge:
+            set_ranges(s, w, k, first[0], n_key)
+            how.first, how.last = w.first, w.last
+        k.adjust(w.score, w.peak, s.n_row, n_key, how)
+    return n_key
+
+
+cdef void attend_block(sub_tile *s, workspace *w, const mha_problem *p, const mha_kernels *k, key_block *block,
+                       const mha_ahead *ahead_values, const mha_ahead *ahead_keys) noexcept nogil:
+    """One sub-tile against one key block: scores, mask, a step of the online softmax, values."""
+    cdef ptrdiff_t first
+    cdef bint excludes
+    cdef mha_adjust how
+    cdef ptrdiff_t n_key = score_block(s, w, p, k, block, ahead_values, &how, &first, &excludes)
+    if n_key == 0:
+        return
+    k.softmax(w.score, w.peak, s.maximum, s.total, w.rescale, s.n_row, n_key, p.exp_scale)
+    if p.weights:
+        return
+
+    cdef const char *value = block.value + (first - block.first) * block.value_stride
+    # A weight of 0 does not silence an Inf or NaN value.
+    if excludes and block.finite < 0:
+        block.finite = k.tile_finite(block.value, block.value_stride, block.last - block.first, p.value_width)
+    if excludes and not block.finite:
+        memset(w.visible, 0, n_key * k.tile_rows * k.item_size)
+        how.score_scale, how.softcap, how.slope = 1, 0, NULL
+        k.adjust(w.visible, w.peak, s.n_row, n_key, &how)
+        k.values_guarded(s.sum, w.rescale, w.score, w.visible, s.n_row, value, block.value_stride, n_key,
+                         p.value_width)
+    else:
+        k.values(s.sum, w.rescale, w.score, s.n_row, value, block.value_stride, n_key, p.value_width, ahead_keys)
+
+
+cdef void write_weights(sub_tile *s, workspace *w, const mha_problem *p, const mha_kernels *k,
+                        key_block *block) noexcept nogil:
+    """The second visit of a key block, with maximum and total known: its weights, as rows of the output."""
+    cdef ptrdiff_t first, r
+    cdef bint excludes
+    cdef mha_adjust how
+    cdef char *row[MAX_ROWS]
+    cdef mha_ahead none = mha_ahead(NULL, 0, 0, 0)
+    cdef ptrdiff_t n_key = score_block(s, w, p, k, block, &none, &how, &first, &excludes)
+    if n_key == 0:
+        return
+    for r in range(s.n_row):
+        row[r] = s.out[r] + first * k.stored_size
+    k.store_weights(row, w.score, s.maximum, s.factor, s.n_row, n_key, p.exp_scale)
+
+
+cdef void open_block(key_block *block, workspace *w, const mha_problem *p, const mha_kernels *k, ptrdiff_t batch,
+                     ptrdiff_t kv_head, ptrdiff_t first, ptrdiff_t last, ptrdiff_t last_key) noexcept nogil:
+    """Point to the keys and values of a block, and to what will be wanted next; 16-bit types are widened here."""
+    cdef const mha_operand *key = &p.operand[MHA_KEY]
+    cdef const mha_operand *value = &p.operand[MHA_VALUE]
+    cdef ptrdiff_t n_key = last - first, n_next = min(MHA_KEY_BLOCK, last_key - last)
+    block.first, block.last, block.finite = first, last, -1
+    block.key, block.key_stride = place(p, MHA_KEY, batch, kv_head, first), key.row_stride
+    block.value, block.value_stride = NULL, value.row_stride
+    block.next_keys = mha_ahead(block.key + n_key * key.row_stride, key.row_stride, n_next,
+                                p.head_width * k.stored_size)
+    block.next_values = mha_ahead(NULL, 0, 0, 0)
+    if not p.weights:
+        block.value = place(p, MHA_VALUE, batch, kv_head, first)
+        # The block's own values come in while its first scores are computed.
+        block.next_values = mha_ahead(block.value, value.row_stride, n_key, p.value_width * k.stored_size)
+    if k.widen == NULL:
+        return
+    block.key_stride, block.value_stride = (padded(k, p.head_width) * k.item_size,
+                                            padded(k, p.value_width) * k.item_size)
+    k.widen(w.key_tile, block.key_stride, block.key, key.row_stride, n_key, p.head_width)
+    block.key = <const char *>w.key_tile
+    if not p.weights:
+        k.widen(w.value_tile, block.value_stride, block.value, value.row_stride, n_key, p.value_width)
+        block.next_values.data, block.next_values.n_row = block.value + n_key * value.row_stride, n_next
+        block.value = <const char *>w.value_tile
+
+
+cdef void attend_rows(workspace *w, const mha_problem *p, const mha_kernels *k, ptrdiff_t pair, ptrdiff_t row,
+                      ptrdiff_t n_row, ptrdiff_t next_pair) noexcept nogil:
+    """Rows row ... row + n_row - 1 of a pair.  The keys of next_pair, if not -1, are fetched ahead at the end."""
+    cdef ptrdiff_t batch = pair // p.n_kv_head, kv_head = pair % p.n_kv_head
+    cdef ptrdiff_t first_key = p.n_key, last_key = 0, n_sub = 0, done = 0, i, r, start
+    cdef mha_ahead none = mha_ahead(NULL, 0, 0, 0)
+    cdef mha_finish how
+    cdef key_block block
+    cdef sub_tile *s
+    while done < n_row:
+        s = &w.sub[n_sub]
+        describe_rows(s, p, k, pair, row + done, min(k.tile_rows, n_row - done))
+        k.pack_query(s.packed, s.query, s.n_row, p.head_width, p.query_scale)
+        memset(s.sum, 0, p.value_width * k.tile_rows * k.item_size)
+        memset(s.total, 0, k.tile_rows * k.item_size)
+        for r in range(k.tile_rows):
+            put(k, s.maximum, r, -INFINITY)
+        first_key, last_key = min(first_key, s.first_key), max(last_key, s.last_key)
+        done += s.n_row
+        n_sub += 1
+
+    start = first_key // MHA_KEY_BLOCK * MHA_KEY_BLOCK
+    while start < last_key:
+        open_block(&block, w, p, k, batch, kv_head, max(start, first_key), min(start + MHA_KEY_BLOCK, last_key),
+                   last_key)
+        if block.last == last_key and next_pair >= 0:
+            block.next_keys.data = place(p, MHA_KEY, next_pair // p.n_kv_head, next_pair % p.n_kv_head, 0)
+            block.next_keys.n_row = min(MHA_KEY_BLOCK, p.n_key)
+        for i in range(n_sub):
+            attend_block(&w.sub[i], w, p, k, &block, &block.next_values if i == 0 else &none,
+                         &block.next_keys if i == n_sub - 1 else &none)
+        start += MHA_KEY_BLOCK
+
+    for i in range(n_sub):
+        s = &w.sub[i]
+        how = finish_of(s, p, 0)
+        if p.weights:
+            k.finish_factors(s.factor, s.maximum, s.total, s.n_row, &how)
+            for r in range(s.n_row):
+                memset(s.out[r], 0, p.n_key * k.stored_size)
+        else:
+            k.finish(s.out, s.sum, s.maximum, s.total, s.n_row, p.value_width, &how)
+    if not p.weights:
+        return
+
+    start = first_key // MHA_KEY_BLOCK * MHA_KEY_BLOCK
+    while start < last_key:
+        open_block(&block, w, p, k, batch, kv_head, max(start, first_key), min(start + MHA_KEY_BLOCK, last_key),
+                   last_key)
+        for i in range(n_sub):
+            write_weights(&w.sub[i], w, p, k, &block)
+        start += MHA_KEY_BLOCK
+    for i in range(n_sub):
+        s = &w.sub[i]
+        for r in range(s.n_row):
+            if p.gate != NULL and s.gate[r] == 0:  # switched off, whatever the weights hold
+                memset(s.out[r], 0, p.n_key * k.stored_size)
