@@ -4,6 +4,9 @@
                        grouped heads, caches and gates; no n_query x n_key array is ever made
     attention_varlen   the same over packed sequences of any lengths
     attention_weights  the weights themselves, of all or some queries and heads
+    merge_attention    one result from results over disjoint sets of keys
+    KVCache            keys and values of growing sequences, for decoding
+    onnx               the ONNX operator Attention (import mha_fast.onnx; needs the extra "onnx")
     reference          the same formulas in plain float64 NumPy
     show_config        version, instruction set, threads
     get_num_threads    how many threads a call uses at most
@@ -29,16 +32,20 @@ except ImportError as error:
 
 from . import reference
 from ._attention import attention, attention_varlen, attention_weights
+from ._merge import merge_attention
+from .cache import KVCache
 from .config import choose_isa as _choose_isa
 from .config import get_num_threads, set_num_threads, show_config
 
 __version__ = _version("mha_fast")
 
 __all__ = [
+    "KVCache",
     "attention",
     "attention_varlen",
     "attention_weights",
     "get_num_threads",
+    "merge_attention",
     "reference",
     "set_num_threads",
     "show_config",

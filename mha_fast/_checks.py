@@ -152,7 +152,8 @@ def integers(name: str, x: Any, shape: tuple[int, ...], low: int, high: int) -> 
 def broadcast(name: str, x: Array, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
     """Return `x` as a contiguous array of the shape."""
     try:
-        return np.ascontiguousarray(np.broadcast_to(x, shape), dtype)
+        # reshaped, since a contiguous copy of no axes has one
+        return np.ascontiguousarray(np.broadcast_to(x, shape), dtype).reshape(shape)
     except ValueError:
         raise ValueError(
             f"{name} has shape {x.shape}; expected one that broadcasts to {shape}"

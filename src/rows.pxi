@@ -74,7 +74,7 @@ cdef void set_ranges(const sub_tile *s, workspace *w, const mha_kernels *k, ptrd
     for r in range(s.n_row):
         put(k, w.first, r, min(max(s.first[r] - first, 0), n_key))
         put(k, w.last, r, min(max(s.last[r] - first, 0), n_key))
-    for r in range(s.n_row, padded(k, s.n_row) if s.n_row > MHA_MAX_FEW_ROWS else s.n_row):
+    for r in range(s.n_row, padded(k, s.n_row)):  # buffers are whole vectors
         put(k, w.first, r, 0)
         put(k, w.last, r, n_key)
 
