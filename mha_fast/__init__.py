@@ -4,6 +4,7 @@
                        grouped heads, caches and gates; no n_query x n_key array is ever made
     attention_varlen   the same over packed sequences of any lengths
     attention_weights  the weights themselves, of all or some queries and heads
+    head_statistics    what each head looks at: entropy, confidence, offsets, ... without the weights
     merge_attention    one result from results over disjoint sets of keys
     KVCache            keys and values of growing sequences, for decoding
     onnx               the ONNX operator Attention (import mha_fast.onnx; needs the extra "onnx")
@@ -33,6 +34,7 @@ except ImportError as error:
 from . import reference
 from ._attention import attention, attention_varlen, attention_weights
 from ._merge import merge_attention
+from ._statistics import HeadStatistics, head_statistics
 from .cache import KVCache
 from .config import choose_isa as _choose_isa
 from .config import get_num_threads, set_num_threads, show_config
@@ -40,11 +42,13 @@ from .config import get_num_threads, set_num_threads, show_config
 __version__ = _version("mha_fast")
 
 __all__ = [
+    "HeadStatistics",
     "KVCache",
     "attention",
     "attention_varlen",
     "attention_weights",
     "get_num_threads",
+    "head_statistics",
     "merge_attention",
     "reference",
     "set_num_threads",

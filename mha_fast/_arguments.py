@@ -52,6 +52,7 @@ class Call:
     q_lengths: Array | None = None
     cu_seqlens_q: Array | None = None
     cu_seqlens_k: Array | None = None
+    statistics: Any = None  # what to measure, instead of weights
 
     @property
     def lse_dtype(self) -> type[np.floating[Any]]:
@@ -136,10 +137,7 @@ def check_packed(
     num_threads: Any,
 ) -> Call:
     """Check the arguments of `attention_varlen`."""
-    query, key, value, element = _operands(query, key, value)
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if x.ndim != 3:
-            raise ValueError(f"{name} has shape {x.shape}; expected (rows, heads, width)")
+    query, key, value, element = _operands(query, key, value, "(rows, heads, width)")
     dtype = query.dtype
     query, key, value = query.swapaxes(0, 1), key.swapaxes(0, 1), value.swapaxes(0, 1)
     _check_sizes(query, key, value, packed=True)
@@ -195,25 +193,30 @@ def check_out(out: Any, call: Call) -> Array:
 # ---- query, key, value ------------------------------------------------------------------------
 
 
-def _operands(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any, int]:
+def _operands(
+    query: Any, key: Any, value: Any, packed_axes: str | None = None
+) -> tuple[Any, Any, Any, int]:
     query, key = _checks.array("query", query), _checks.array("key", key)
     value = None if value is None else _checks.array("value", value)
     third = key if value is None else value
     element = ELEMENTS.get(query.dtype, -1)
     # Asked in one expression first: this is on the path of every small call.
     like = query.dtype == key.dtype == third.dtype
-    if element < 0 or not (like and query.ndim >= 3 and key.ndim >= 3 and third.ndim >= 3):
-        element = _check_kinds(query, key, third)
+    many = query.ndim >= 3 and key.ndim >= 3 and third.ndim >= 3
+    if packed_axes or element < 0 or not (like and many):
+        element = _check_kinds(query, key, third, packed_axes)
     return query, key, value, element
 
 
-def _check_kinds(query: Array, key: Array, value: Array) -> int:
+def _check_kinds(query: Array, key: Array, value: Array, packed_axes: str | None) -> int:
     """Name the first operand with a wrong dtype or number of axes; else return the element type."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dtype not in ELEMENTS and x.dtype.name != "bfloat16":
             raise TypeError(f"{name} has dtype {x.dtype}; expected {FLOATS}")
         if x.dtype != query.dtype:
             raise TypeError(f"{name} has dtype {x.dtype}; expected {query.dtype} like query")
+        if packed_axes and x.ndim != 3:
+            raise ValueError(f"{name} has shape {x.shape}; expected {packed_axes}")
         if x.ndim < 2 or (x.ndim == 2) != (query.ndim == 2):
             raise ValueError(
                 f"{name} has shape {x.shape}; expected at least (heads, rows, width), or "
@@ -223,16 +226,17 @@ def _check_kinds(query: Array, key: Array, value: Array) -> int:
 
 
 def _batch_shape(query: Array, key: Array, value: Array | None) -> tuple[int, ...]:
-    value = key if value is None else value
+    third = key if value is None else value
     shape = query.shape[:-3]
-    if key.shape[:-3] == shape and value.shape[:-3] == shape:
+    if key.shape[:-3] == shape and third.shape[:-3] == shape:
         return shape
     try:
-        return np.broadcast_shapes(shape, key.shape[:-3], value.shape[:-3])
+        return np.broadcast_shapes(shape, key.shape[:-3], third.shape[:-3])
     except ValueError:
+        and_value = "" if value is None else f" and value {value.shape}"
         raise ValueError(
-            f"key has shape {key.shape} and value {value.shape}; expected batch axes (all but the "
-            f"last three) that broadcast with those of query, {query.shape}"
+            f"key has shape {key.shape}{and_value}; expected batch axes (all but the last three) "
+            f"that broadcast with those of query, {query.shape}"
         ) from None
 
 

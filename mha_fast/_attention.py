@@ -311,6 +311,10 @@ def attention_weights(
         num_threads,
         queries,
     )
+    if call.one_head and heads is not None:
+        raise ValueError(
+            f"heads is {heads!r}; expected none with a query of 2 axes, which has no axis of heads"
+        )
     picked = _checks.chosen("heads", heads, call.query.shape[-3])
     if picked is None:
         return _compute(call, return_lse, None)
@@ -341,8 +345,6 @@ def _weights_of_heads(call: _arguments.Call, heads: Array, return_lse: bool) -> 
         )
         place = slice(i, i + 1)
         _run(one, weights[..., place, :, :], None if lse is None else lse[..., place, :])
-    if call.one_head:
-        weights, lse = weights[0], None if lse is None else lse[0]
     return weights if lse is None else (weights, lse)
 
 

@@ -152,8 +152,8 @@ def integers(name: str, x: Any, shape: tuple[int, ...], low: int, high: int) -> 
 def broadcast(name: str, x: Array, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
     """Return `x` as a contiguous array of the shape."""
     try:
-        # reshaped, since a contiguous copy of no axes has one
-        return np.ascontiguousarray(np.broadcast_to(x, shape), dtype).reshape(shape)
+        # a copy, since a contiguous array need not be an aligned one
+        return np.array(np.broadcast_to(x, shape), dtype, order="C")
     except ValueError:
         raise ValueError(
             f"{name} has shape {x.shape}; expected one that broadcasts to {shape}"
@@ -187,20 +187,28 @@ def per_head_only(name: str, x: Any, n_head: int) -> Array | None:
     numbers = reals(name, x)
     if numbers.shape != (n_head,):
         raise ValueError(f"{name} has shape {numbers.shape}; expected ({n_head},), one per head")
-    return np.ascontiguousarray(numbers, np.float64)
+    return np.array(numbers, np.float64)
 
 
 def chosen(name: str, which: Any, n: int) -> Array | None:
     """Return the numbers that an index (int, slice, list or array) picks from 0 ... n - 1."""
     if which is None:
         return None
+    given = which
+    if not isinstance(which, slice):
+        which = array(name, which)
+        one_bool = which.ndim == 0 and which.dtype.kind == "b"
+        if one_bool or (which.size and which.dtype.kind not in "iub"):
+            raise TypeError(
+                f"{name} has dtype {which.dtype}; expected an int, a slice, or ints or bools"
+            )
+        if which.ndim > 1:
+            raise ValueError(f"{name} has {which.ndim} axes; expected an int, a slice or one axis")
+        which = which if which.size else which.astype(np.intp)
     try:
-        picked = np.atleast_1d(np.arange(n, dtype=np.int64)[which])
-    except (IndexError, TypeError, ValueError) as error:
-        raise ValueError(f"{name} is {which!r}; expected an index into {n} ({error})") from None
-    if picked.ndim != 1:
-        raise ValueError(f"{name} has {picked.ndim} axes; expected an int, a slice or one axis")
-    return np.ascontiguousarray(picked)
+        return np.array(np.atleast_1d(np.arange(n, dtype=np.int64)[which]))
+    except (IndexError, TypeError) as error:
+        raise ValueError(f"{name} is {given!r}; expected an index into {n} ({error})") from None
 
 
 def boundaries(name: str, x: Any, n_row: int, rows_of: str) -> Array:
@@ -210,9 +218,9 @@ def boundaries(name: str, x: Any, n_row: int, rows_of: str) -> Array:
         raise TypeError(f"{name} has dtype {result.dtype}; expected integers")
     if result.ndim != 1 or result.size == 0:
         raise ValueError(f"{name} has shape {result.shape}; expected (sequences + 1,)")
-    result = np.ascontiguousarray(result, np.int64)
-    if result[0] != 0 or (np.diff(result) < 0).any():
+    # Neighbours are compared, not subtracted: a difference can wrap around.
+    if result[0] != 0 or (result[1:] < result[:-1]).any():
         raise ValueError(f"{name} is {result}; expected boundaries that rise from 0")
     if result[-1] != n_row:
         raise ValueError(f"{name} ends at {result[-1]}; expected {n_row}, the rows of {rows_of}")
-    return result
+    return np.array(result, np.int64)

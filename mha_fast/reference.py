@@ -6,6 +6,7 @@ there cannot hide here too. Every array of scores is written out in full.
     attention         every option of ``mha_fast.attention``, in float64
     attention_varlen  the same, sequence by sequence
     attention_weights  the weights of one call, gated like its output
+    head_statistics   what ``mha_fast.head_statistics`` measures, from those weights
     naive_attention   the usual five lines in the dtype of the input; baseline of the benchmarks
     masked_scores     the scores before the softmax, and which keys each query may see
     softmax           weights and log-sum-exp of those scores
@@ -15,16 +16,19 @@ for any number of batch axes.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from ._statistics_record import HeadStatistics
 from ._typing import Array, ArrayLike, Window
 
 __all__ = [
     "attention",
     "attention_varlen",
     "attention_weights",
+    "head_statistics",
     "masked_scores",
     "naive_attention",
     "softmax",
@@ -177,9 +181,12 @@ def attention_weights(
     key: ArrayLike,
     attn_mask: ArrayLike | None = None,
     *,
+    queries: Any = None,
+    heads: Any = None,
     sinks: ArrayLike | None = None,
     head_mask: ArrayLike | None = None,
     return_lse: bool = False,
+    num_threads: int | None = None,
     **options: Any,
 ) -> Any:
     """Weights that `attention` multiplies the values by, in float64.
@@ -188,6 +195,10 @@ def attention_weights(
     ----------
     query, key, attn_mask, sinks, head_mask
         As in `attention`.
+    queries, heads : int, slice, or list or array of ints or bools, optional
+        Which rows of the result to return.
+    num_threads
+        Accepted for the sake of an equal signature, and ignored.
     **options
         The other options of `attention` that have to do with scores.
 
@@ -208,9 +219,132 @@ def attention_weights(
             gate = np.asarray(head_mask, np.float64)[..., None, None]
             weights = np.where(gate == 0, 0.0, gate * weights)
     weights = np.where(scores == -np.inf, 0.0, weights)
+    for axis, picked in ((-2, queries), (-3, heads)):
+        if picked is not None:
+            places = np.atleast_1d(np.arange(weights.shape[axis])[picked])
+            weights, lse = weights.take(places, axis), lse.take(places, axis + 1)
     if one_head:
         weights, lse = weights[0], lse[0]
     return (weights, lse) if return_lse else weights
+
+
+def head_statistics(
+    query: ArrayLike,
+    key: ArrayLike,
+    attn_mask: ArrayLike | None = None,
+    *,
+    offsets: Sequence[int] = (-1, 0, 1),
+    key_sets: Sequence[ArrayLike] | Array | None = None,
+    ignore_keys: ArrayLike | None = None,
+    received: bool = False,
+    is_causal: bool = False,
+    window: Window | None = None,
+    query_offset: ArrayLike | str = 0,
+    kv_lengths: ArrayLike | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
+    num_threads: int | None = None,
+) -> HeadStatistics:
+    """What ``mha_fast.head_statistics`` measures, in float64.
+
+    Parameters
+    ----------
+    query, key, attn_mask
+        As in `attention`.
+    offsets : sequence of int
+        Places relative to the query's own position.
+    key_sets : sequence, optional
+        Each set of keys as a bool array broadcastable to (..., n_key), or as a list of key
+        numbers. A bool array (n_set, n_key) is such a sequence.
+    ignore_keys : bool array or list of key numbers, optional
+        Keys that `confidence` leaves out.
+    received : bool
+        Whether to sum the weights that each key receives.
+    is_causal, window, query_offset, kv_lengths, scale, softcap, alibi_slopes, sinks
+        As in `attention`.
+    num_threads
+        Accepted for the sake of an equal signature, and ignored.
+
+    Returns
+    -------
+    HeadStatistics
+        Its docstring has the formulas.
+    """
+    query, key = np.asarray(query, np.float64), np.asarray(key, np.float64)
+    one_head = query.ndim == 2
+    query, key, _ = _with_all_heads(query, key, key)
+    with np.errstate(all="ignore"):
+        scores, _ = masked_scores(
+            query, key, attn_mask, is_causal=is_causal, window=window, query_offset=query_offset,
+            kv_lengths=kv_lengths, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes,
+        )  # fmt: skip
+        weights = np.where(scores == -np.inf, 0.0, softmax(scores, sinks)[0])
+
+    position = _positions(query.shape[-2], key.shape[-2], query_offset, kv_lengths)
+    batch = (*scores.shape[:-3], key.shape[-2])
+    sets = [] if key_sets is None else [_members(keys, batch) for keys in key_sets]
+    shown = weights if ignore_keys is None else np.where(_members(ignore_keys, batch), 0.0, weights)
+    fields = _measures(scores, weights, shown, position, offsets, sets)
+    if one_head:
+        fields = {name: array[0] for name, array in fields.items()}
+    if key_sets is None:
+        fields["key_mass"] = None
+    if not received:
+        fields["received"] = None
+    return HeadStatistics(offsets=tuple(int(d) for d in offsets), **fields)
+
+
+def _measures(
+    scores: Array,
+    weights: Array,
+    shown: Array,
+    position: Array,
+    offsets: Sequence[int],
+    sets: list[Array],
+) -> dict[str, Any]:
+    """Every field of HeadStatistics; `shown` are the weights that `confidence` may look at."""
+    key = np.arange(scores.shape[-1])
+    has_key = (scores != -np.inf).any(axis=-1)
+    is_nan = np.isnan(weights).any(axis=-1)
+    # argmax fails on an empty axis, so one more key stands in front that is never the largest
+    top_key = np.insert(scores, 0, -np.inf, axis=-1).argmax(axis=-1) - 1
+    top_key = np.where(has_key & ~is_nan, top_key, -1)
+    surprise = 0.0 - np.log(np.where(weights == 0, 1.0, weights))  # +0, not -0, for one key
+
+    def mean(per_query: Array) -> Array:
+        with np.errstate(invalid="ignore"):  # a head without any query with a key: 0 / 0
+            counted = np.where(has_key, np.where(is_nan, np.nan, per_query), 0.0)
+            return counted.sum(axis=-1) / has_key.sum(axis=-1)
+
+    def means(per_query: list[Array]) -> Array:
+        """Along a last axis, which may be empty."""
+        nothing = np.empty((*scores.shape[:-2], 0))
+        return np.concatenate([nothing, *(mean(x)[..., None] for x in per_query)], axis=-1)
+
+    def mass(keys: Array) -> Array:
+        return np.where(keys, weights, 0.0).sum(axis=-1)
+
+    return {
+        "entropy": mean((weights * surprise).sum(axis=-1)),
+        "confidence": mean(shown.max(axis=-1, initial=0.0)),
+        "mean_distance": mean((weights * np.abs(key - position)).sum(axis=-1)),
+        "offset_mass": means([mass(key == position + d) for d in offsets]),
+        "offset_argmax": means([top_key == position[..., 0] + d for d in offsets]),
+        "key_mass": means([mass(keys) for keys in sets]),
+        "top_key": top_key,
+        "received": weights.sum(axis=-2),
+    }
+
+
+def _members(keys: ArrayLike, shape: tuple[int, ...]) -> Array:
+    """Which keys a set holds, from a bool array or key numbers, ready to meet the weights."""
+    keys = np.asarray(keys)
+    if keys.dtype != np.bool_:
+        numbers, keys = keys.astype(np.int64), np.zeros(shape[-1], np.bool_)
+        keys[numbers] = True
+    return np.broadcast_to(keys, shape)[..., None, None, :]
 
 
 def _attention_in(
@@ -266,8 +400,7 @@ def masked_scores(
     """
     dtype, n_query, n_key, head_width = query.dtype, query.shape[-2], key.shape[-2], key.shape[-1]
     lengths = _per_sequence(n_key if kv_lengths is None else kv_lengths)
-    offset = lengths - n_query if isinstance(query_offset, str) else _per_sequence(query_offset)
-    position = offset + np.arange(n_query)[:, None]
+    position = _positions(n_query, n_key, query_offset, kv_lengths)
     distance = np.arange(n_key) - position  # positive: the key comes after the query
 
     if scale is None:
@@ -358,6 +491,17 @@ def naive_attention(
         scores = np.where(np.tri(*scores.shape[-2:], dtype=np.bool_), scores, -np.inf)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     return (weights / weights.sum(axis=-1, keepdims=True)) @ value
+
+
+def _positions(
+    n_query: int, n_key: int, query_offset: ArrayLike | str, kv_lengths: ArrayLike | None
+) -> Array:
+    """Position of each query on the axis of the keys, ready to meet the scores."""
+    if isinstance(query_offset, str):
+        offset = _per_sequence(n_key if kv_lengths is None else kv_lengths) - n_query
+    else:
+        offset = _per_sequence(query_offset)
+    return offset + np.arange(n_query)[:, None]
 
 
 def _per_sequence(number: ArrayLike) -> Array:

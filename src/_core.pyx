@@ -14,9 +14,12 @@
       +- attend_few_rows()   all rows (at most 8) of a pair, 512 keys -> a partial result
            merge_few_rows()  joins the partial results in index order
 
-    kernels.h      what a tile function does            workspace.pxi   buffers of a thread
-    rows.pxi       where rows lie, what they see        row_tiles.pxi   few_rows.pxi   the two paths
-    plan.pxi       tasks and their order
+    kernels.h        what a tile function does           workspace.pxi   buffers of a thread
+    rows.pxi         where rows lie, what they see       row_tiles.pxi, few_rows.pxi   the two paths
+    plan.pxi         tasks and their order               statistics.pxi  measurements instead of values
+
+Two more outputs take the same way.  Weights are written in a second visit of the blocks, once maximum and total are
+known; statistics replace the step "values".
 
 No n_query x n_key array exists, unless the weights themselves are the output: a task holds one block of scores for
 one sub-tile.  The key blocks lie on a fixed grid and every sub-tile runs through them by itself, so neither the
@@ -29,7 +32,7 @@ from cpython.buffer cimport (
 )
 from cython.parallel cimport prange, threadid
 from libc.math cimport INFINITY, fabs
-from libc.stdint cimport int64_t
+from libc.stdint cimport int64_t, uint8_t
 from libc.stdlib cimport free, malloc, qsort
 from libc.string cimport memset
 
@@ -49,6 +52,7 @@ include "workspace.pxi"
 include "rows.pxi"
 include "row_tiles.pxi"
 include "few_rows.pxi"
+include "statistics.pxi"
 
 
 # ------------------------------------------------------------------------------------------------- the parallel region
@@ -97,7 +101,7 @@ cdef int run(const mha_problem *p, const mha_kernels *k, int wanted) except -1:
     cdef workspace scratch
     cdef workspace *space = NULL
     cdef char *memory = NULL
-    cdef ptrdiff_t i, n_pair = p.n_batch * p.n_kv_head
+    cdef ptrdiff_t i, n_pair = p.n_batch * p.n_kv_head, n_range = ceil_divide(p.n_key, RECEIVED_KEYS)
     cdef int n_thread = team_size(p, k, wanted)
     cdef size_t size
     memset(&work, 0, sizeof(work))
@@ -123,6 +127,9 @@ cdef int run(const mha_problem *p, const mha_kernels *k, int wanted) except -1:
             if work.has_splits:
                 for i in prange(n_pair, schedule="static", num_threads=n_thread):
                     join_splits(&space[threadid()], p, k, &work, i)
+            if p.received != NULL:
+                for i in prange(n_pair * n_range, schedule="dynamic", chunksize=1, num_threads=n_thread):
+                    receive(&space[threadid()], p, k, i // n_range, i % n_range)
     finally:
         free(work.tasks)
         free(work.first_part)
@@ -224,6 +231,21 @@ cdef int set_batch_offsets(ptrdiff_t *offset, const Py_buffer *view, tuple shape
     return 0
 
 
+cdef int set_statistics(Buffers buffers, what) except -1:
+    """Each query head becomes a pair of its own, so that a lane is a query of one head."""
+    cdef mha_problem *p = &buffers.problem
+    p.share, p.group, p.n_kv_head = p.group, 1, p.n_head
+    p.offset = <const int64_t *>buffers.numbers(what.offsets)
+    p.n_offset = what.offsets.shape[0]
+    if what.key_sets is not None:
+        p.key_set = <const uint8_t *>buffers.numbers(what.key_sets)
+        p.n_set = what.key_sets.shape[1]
+    p.ignored = <const uint8_t *>buffers.numbers(what.ignored)
+    if what.received is not None:
+        p.received = <double *>buffers.acquire(what.received, PyBUF_STRIDES | PyBUF_WRITABLE).buf
+    return 0
+
+
 def attend(call, out, lse, int n_thread):
     """Compute one checked call (a `Call` of mha_fast/_arguments.py) into `out` and, if not None, `lse`.
 
@@ -238,9 +260,9 @@ def attend(call, out, lse, int n_thread):
     query, key, value, mask = call.query, call.key, call.value, call.mask
     p.n_head, p.n_query, p.head_width = query.shape[-3], query.shape[-2], query.shape[-1]
     p.n_kv_head, p.n_key = key.shape[-3], key.shape[-2]
-    p.group = p.n_head // max(p.n_kv_head, 1)
-    p.weights = value is None
-    p.value_width = 0 if p.weights else value.shape[-1]
+    p.group, p.share = p.n_head // max(p.n_kv_head, 1), 1
+    p.mode = MHA_ATTENTION if value is not None else MHA_WEIGHTS if call.statistics is None else MHA_STATISTICS
+    p.value_width = value.shape[-1] if p.mode == MHA_ATTENTION else 0
     p.n_batch = call.n_batch
 
     buffers.offset = <ptrdiff_t *>malloc(MHA_N_OPERAND * max(p.n_batch, 1) * sizeof(ptrdiff_t))
@@ -248,7 +270,7 @@ def attend(call, out, lse, int n_thread):
         raise MemoryError(f"no memory for the offsets of {p.n_batch} batch entries")
     buffers.operand(MHA_QUERY, query, batch_shape, 3)
     buffers.operand(MHA_KEY, key, batch_shape, 3)
-    if not p.weights:
+    if p.mode == MHA_ATTENTION:
         buffers.operand(MHA_VALUE, value, batch_shape, 3)
     buffers.operand(MHA_OUT, out, batch_shape, 3)
     if mask is not None:
@@ -274,6 +296,8 @@ def attend(call, out, lse, int n_thread):
     p.alibi_slope = <const double *>buffers.numbers(call.alibi_slopes)
     p.sink = <const double *>buffers.numbers(call.sinks)
     p.gate = <const double *>buffers.numbers(call.head_mask)
+    if p.mode == MHA_STATISTICS:
+        set_statistics(buffers, call.statistics)
     p.window_left, p.window_right = call.window
     p.softcap = call.softcap
     choose_units(p, call.scale, k.item_size)

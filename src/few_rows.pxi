@@ -22,8 +22,8 @@ cdef void adjust_few_rows(void *score, sub_tile *s, workspace *w, const mha_prob
 cdef void attend_few_rows(workspace *w, const mha_problem *p, const mha_kernels *k, const plan *work,
                           ptrdiff_t pair, ptrdiff_t split) noexcept nogil:
     """All rows of a pair against one split of the keys."""
-    cdef ptrdiff_t batch = pair // p.n_kv_head, kv_head = pair % p.n_kv_head
-    cdef ptrdiff_t n_row = p.group * queries_of(p, batch), row_bytes = MHA_KEY_SPLIT * k.item_size, first, n_key, r
+    cdef ptrdiff_t n_row = p.group * queries_of(p, pair // p.n_kv_head), row_bytes = MHA_KEY_SPLIT * k.item_size
+    cdef ptrdiff_t first, n_key, r
     cdef char *result = part_of(work, pair, split)
     cdef char *maximum = result + work.maximum_at
     cdef char *total = result + work.total_at
@@ -47,7 +47,7 @@ cdef void attend_few_rows(workspace *w, const mha_problem *p, const mha_kernels 
         return
 
     k.few_pack(s.packed, s.query, n_row, p.head_width, p.query_scale)
-    k.few_scores(w.score, s.packed, n_row, place(p, MHA_KEY, batch, kv_head, first),
+    k.few_scores(w.score, s.packed, n_row, place_of_pair(p, MHA_KEY, pair, first),
                  p.operand[MHA_KEY].row_stride, n_key, p.head_width)
     excludes = first < s.all_first or first + n_key > s.all_last or holds & MHA_MASK_EXCLUDED
     memset(&how, 0, sizeof(how))
@@ -55,11 +55,11 @@ cdef void attend_few_rows(workspace *w, const mha_problem *p, const mha_kernels 
         how.score_scale = p.score_scale
         how.softcap = p.softcap
         if p.alibi_slope != NULL:
-            set_positions(s, w, k, first)
+            set_slopes(s, w, k, first)
             how.slope = w.slope
         adjust_few_rows(w.score, s, w, p, k, &how, first, n_key)
     k.few_softmax(w.score, maximum, total, n_row, n_key, p.exp_scale)
-    value = place(p, MHA_VALUE, batch, kv_head, first)
+    value = place_of_pair(p, MHA_VALUE, pair, first)
     # A weight of 0 does not silence an Inf or NaN value.
     if excludes and not k.few_finite(value, p.operand[MHA_VALUE].row_stride, n_key, p.value_width):
         memset(w.visible, 0, n_row * row_bytes)

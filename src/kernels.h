@@ -49,6 +49,11 @@ typedef struct {
     ptrdiff_t head_stride, row_stride;
 } mha_operand;
 
+/* What goes into the output: weights times values; the weights, (n_query, n_key); or a row of measurements per query:
+ * mha_measured, then the mass at each offset, then that of each key set, all float64. */
+typedef enum { MHA_ATTENTION, MHA_WEIGHTS, MHA_STATISTICS } mha_mode;
+enum { MHA_ENTROPY, MHA_CONFIDENCE, MHA_DISTANCE, MHA_TOP_KEY, MHA_MAXIMUM, MHA_FACTOR, MHA_N_MEASURED };
+
 enum { MHA_QUERY, MHA_KEY, MHA_VALUE, MHA_OUT, MHA_MASK, MHA_LSE, MHA_N_OPERAND };
 
 typedef struct {
@@ -58,7 +63,8 @@ typedef struct {
     const ptrdiff_t *batch_offset[MHA_N_OPERAND]; /* byte offset of each batch entry */
     ptrdiff_t mask_key_stride;
     mha_mask_type mask_type;
-    int weights;                      /* out takes the weights (n_query, n_key) instead of weights times values */
+    mha_mode mode;
+    ptrdiff_t share;                  /* query heads that read one key/value head, where each is a pair of its own */
 
     const int64_t *query_length;      /* n_batch numbers of queries, or NULL: all n_query */
     const int64_t *key_length;        /* n_batch valid lengths, or NULL: all n_key */
@@ -75,6 +81,13 @@ typedef struct {
     const double *alibi_slope;        /* n_batch * n_head, or NULL */
     const double *sink;               /* n_head, or NULL */
     const double *gate;               /* n_batch * n_head, or NULL */
+
+    /* statistics only */
+    ptrdiff_t n_offset, n_set;
+    const int64_t *offset;
+    const uint8_t *key_set;           /* (n_batch, n_set, n_key): 1 for members */
+    const uint8_t *ignored;           /* (n_batch, n_key), or NULL */
+    double *received;                 /* (n_batch, n_head, n_key), or NULL */
 } mha_problem;
 
 /* What happens to a block of scores between the product and the softmax, in the order of the public contract. */
@@ -87,6 +100,24 @@ typedef struct {
     ptrdiff_t bias_row_stride;        /* tiles: 1 when bias is [key][row], 0 when it is [key], the same for all rows */
     const void *first, *last;         /* visible keys [first, last) per row, counted from the block; or NULL: all */
 } mha_adjust;
+
+/* What the statistics of some rows have come to.  With w = 2**((score - maximum) * exp_scale):
+ * total = sum of w, moment = sum of w * log2(w), far = sum of w * |position - key|, set[i] = sum of w over set i. */
+typedef struct {
+    void *maximum, *total, *moment, *far, *set, *best, *confident;
+    int64_t *best_key;
+    ptrdiff_t n_set;
+} mha_moments;
+
+/* The key block that they are to take in. */
+typedef struct {
+    ptrdiff_t first, n_key;
+    const void *distance;             /* position of each row minus the first key */
+    const uint8_t *ignored;           /* keys that `confident` leaves out, or NULL */
+    const uint8_t *key_set;           /* members of set i at i * set_stride */
+    ptrdiff_t set_stride;
+    double exp_scale;
+} mha_measured_block;
 
 /* How the finished sum of a row becomes its output and log-sum-exp. */
 typedef struct {
@@ -140,6 +171,15 @@ typedef struct {
     /* The factor of each row that finish() would multiply by; writes the log-sum-exp. */
     void (*finish_factors)(void *factor, const void *maximum, const void *total, ptrdiff_t n_row,
                            const mha_finish *how);
+    /* Statistics of a block of scores; the scores become weights relative to the new maximum. */
+    void (*measure)(mha_moments *so_far, void *score, const void *peak, ptrdiff_t n_row,
+                    const mha_measured_block *block);
+    /* A row of measurements; see mha_mode.  offset_score: the row's scores at the offsets, -inf where excluded. */
+    void (*finish_measure)(double *out, const mha_moments *sums, ptrdiff_t row, double exp_scale,
+                           const mha_finish *how, const double *offset_score, ptrdiff_t n_offset);
+    /* received[key] += weights of n_row rows, given their maximum and factor. */
+    void (*add_received)(double *received, const void *score, const void *maximum, const void *factor,
+                         ptrdiff_t n_row, ptrdiff_t n_key, double exp_scale);
     int (*tile_finite)(const char *value, ptrdiff_t value_stride, ptrdiff_t n_key, ptrdiff_t width);
     /* Mask of a block as [key][row] numbers; returns what it holds.  work: lanes * MHA_KEY_BLOCK elements. */
     int (*mask_tile)(void *bias, void *work, const char *const *row, ptrdiff_t n_row, ptrdiff_t key_stride,

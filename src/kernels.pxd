@@ -1,5 +1,5 @@
 # Cython's view of kernels.h, where every name is explained.
-from libc.stdint cimport int64_t
+from libc.stdint cimport int64_t, uint8_t
 
 cdef extern from "kernels.h" nogil:
     enum:
@@ -16,10 +16,18 @@ cdef extern from "kernels.h" nogil:
         MHA_MASK
         MHA_LSE
         MHA_N_OPERAND
+        MHA_MAXIMUM
+        MHA_FACTOR
+        MHA_N_MEASURED
 
     ctypedef enum mha_mask_type:
         MHA_NO_MASK
         MHA_BOOL
+
+    ctypedef enum mha_mode:
+        MHA_ATTENTION
+        MHA_WEIGHTS
+        MHA_STATISTICS
 
     ctypedef struct mha_operand:
         char *data
@@ -32,7 +40,8 @@ cdef extern from "kernels.h" nogil:
         const ptrdiff_t *batch_offset[6]
         ptrdiff_t mask_key_stride
         mha_mask_type mask_type
-        bint weights
+        mha_mode mode
+        ptrdiff_t share
         const int64_t *query_length
         const int64_t *key_length
         const int64_t *query_index
@@ -44,6 +53,30 @@ cdef extern from "kernels.h" nogil:
         const double *alibi_slope
         const double *sink
         const double *gate
+        ptrdiff_t n_offset, n_set
+        const int64_t *offset
+        const uint8_t *key_set
+        const uint8_t *ignored
+        double *received
+
+    ctypedef struct mha_moments:
+        void *maximum
+        void *total
+        void *moment
+        void *far
+        void *set
+        void *best
+        void *confident
+        int64_t *best_key
+        ptrdiff_t n_set
+
+    ctypedef struct mha_measured_block:
+        ptrdiff_t first, n_key
+        const void *distance
+        const uint8_t *ignored
+        const uint8_t *key_set
+        ptrdiff_t set_stride
+        double exp_scale
 
     ctypedef struct mha_adjust:
         double score_scale, softcap
@@ -81,6 +114,11 @@ cdef extern from "kernels.h" nogil:
         void (*store_weights)(char *const *, const void *, const void *, const void *, ptrdiff_t, ptrdiff_t,
                               double) noexcept nogil
         void (*finish_factors)(void *, const void *, const void *, ptrdiff_t, const mha_finish *) noexcept nogil
+        void (*measure)(mha_moments *, void *, const void *, ptrdiff_t, const mha_measured_block *) noexcept nogil
+        void (*finish_measure)(double *, const mha_moments *, ptrdiff_t, double, const mha_finish *, const double *,
+                               ptrdiff_t) noexcept nogil
+        void (*add_received)(double *, const void *, const void *, const void *, ptrdiff_t, ptrdiff_t,
+                             double) noexcept nogil
         int (*tile_finite)(const char *, ptrdiff_t, ptrdiff_t, ptrdiff_t) noexcept nogil
         int (*mask_tile)(void *, void *, const char *const *, ptrdiff_t, ptrdiff_t, ptrdiff_t,
                          mha_mask_type) noexcept nogil

@@ -28,7 +28,7 @@ cdef inline ptrdiff_t splits_of(const mha_problem *p, ptrdiff_t batch) noexcept 
 
 
 cdef inline bint takes_few_rows(const mha_problem *p, ptrdiff_t n_row) noexcept nogil:
-    return n_row <= MHA_MAX_FEW_ROWS and not p.weights
+    return n_row <= MHA_MAX_FEW_ROWS and p.mode == MHA_ATTENTION
 
 
 cdef ptrdiff_t tile_cost(const mha_problem *p, ptrdiff_t batch, ptrdiff_t row, ptrdiff_t n_row) noexcept nogil:

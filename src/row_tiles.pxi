@@ -5,7 +5,7 @@ cdef struct key_block:
     const char *key
     const char *value
     ptrdiff_t key_stride, value_stride
-    int finite                       # of the values: 1 all, 0 not all, -1 not looked at yet
+    int finite                        # of the values: 1 all, 0 not all, -1 not looked at yet
     mha_ahead next_keys, next_values # what is worth fetching while the block is worked on
 
 
@@ -48,7 +48,7 @@ cdef ptrdiff_t score_block(sub_tile *s, workspace *w, const mha_problem *p, cons
         how.score_scale = p.score_scale
         how.softcap = p.softcap
         if p.alibi_slope != NULL:
-            set_positions(s, w, k, first[0])
+            set_slopes(s, w, k, first[0])
             how.slope, how.distance = w.slope, w.distance
         if p.mask_type != MHA_NO_MASK:
             how.bias, how.bias_row_stride = w.bias, not s.same_mask
@@ -59,8 +59,8 @@ cdef ptrdiff_t score_block(sub_tile *s, workspace *w, const mha_problem *p, cons
     return n_key
 
 
-cdef void attend_block(sub_tile *s, workspace *w, const mha_problem *p, const mha_kernels *k, key_block *block,
-                       const mha_ahead *ahead_values, const mha_ahead *ahead_keys) noexcept nogil:
+cdef void attend_block(sub_tile *s, workspace *w, const mha_problem *p, const mha_kernels *k, ptrdiff_t pair,
+                       key_block *block, const mha_ahead *ahead_values, const mha_ahead *ahead_keys) noexcept nogil:
     """One sub-tile against one key block: scores, mask, a step of the online softmax, values."""
     cdef ptrdiff_t first
     cdef bint excludes
@@ -68,8 +68,11 @@ cdef void attend_block(sub_tile *s, workspace *w, const mha_problem *p, const mh
     cdef ptrdiff_t n_key = score_block(s, w, p, k, block, ahead_values, &how, &first, &excludes)
     if n_key == 0:
         return
+    if p.mode == MHA_STATISTICS:
+        measure_block(s, w, p, k, pair, first, n_key)
+        return
     k.softmax(w.score, w.peak, s.maximum, s.total, w.rescale, s.n_row, n_key, p.exp_scale)
-    if p.weights:
+    if p.mode == MHA_WEIGHTS:
         return
 
     cdef const char *value = block.value + (first - block.first) * block.value_stride
@@ -102,20 +105,21 @@ cdef void write_weights(sub_tile *s, workspace *w, const mha_problem *p, const m
     k.store_weights(row, w.score, s.maximum, s.factor, s.n_row, n_key, p.exp_scale)
 
 
-cdef void open_block(key_block *block, workspace *w, const mha_problem *p, const mha_kernels *k, ptrdiff_t batch,
-                     ptrdiff_t kv_head, ptrdiff_t first, ptrdiff_t last, ptrdiff_t last_key) noexcept nogil:
+cdef void open_block(key_block *block, workspace *w, const mha_problem *p, const mha_kernels *k, ptrdiff_t pair,
+                     ptrdiff_t first, ptrdiff_t last, ptrdiff_t last_key) noexcept nogil:
     """Point to the keys and values of a block, and to what will be wanted next; 16-bit types are widened here."""
     cdef const mha_operand *key = &p.operand[MHA_KEY]
     cdef const mha_operand *value = &p.operand[MHA_VALUE]
     cdef ptrdiff_t n_key = last - first, n_next = min(MHA_KEY_BLOCK, last_key - last)
+    cdef bint valued = p.mode == MHA_ATTENTION
     block.first, block.last, block.finite = first, last, -1
-    block.key, block.key_stride = place(p, MHA_KEY, batch, kv_head, first), key.row_stride
+    block.key, block.key_stride = place_of_pair(p, MHA_KEY, pair, first), key.row_stride
     block.value, block.value_stride = NULL, value.row_stride
     block.next_keys = mha_ahead(block.key + n_key * key.row_stride, key.row_stride, n_next,
                                 p.head_width * k.stored_size)
     block.next_values = mha_ahead(NULL, 0, 0, 0)
-    if not p.weights:
-        block.value = place(p, MHA_VALUE, batch, kv_head, first)
+    if valued:
+        block.value = place_of_pair(p, MHA_VALUE, pair, first)
         # The block's own values come in while its first scores are computed.
         block.next_values = mha_ahead(block.value, value.row_stride, n_key, p.value_width * k.stored_size)
     if k.widen == NULL:
@@ -124,21 +128,18 @@ cdef void open_block(key_block *block, workspace *w, const mha_problem *p, const
                                             padded(k, p.value_width) * k.item_size)
     k.widen(w.key_tile, block.key_stride, block.key, key.row_stride, n_key, p.head_width)
     block.key = <const char *>w.key_tile
-    if not p.weights:
+    if valued:
         k.widen(w.value_tile, block.value_stride, block.value, value.row_stride, n_key, p.value_width)
         block.next_values.data, block.next_values.n_row = block.value + n_key * value.row_stride, n_next
         block.value = <const char *>w.value_tile
 
 
-cdef void attend_rows(workspace *w, const mha_problem *p, const mha_kernels *k, ptrdiff_t pair, ptrdiff_t row,
-                      ptrdiff_t n_row, ptrdiff_t next_pair) noexcept nogil:
-    """Rows row ... row + n_row - 1 of a pair.  The keys of next_pair, if not -1, are fetched ahead at the end."""
-    cdef ptrdiff_t batch = pair // p.n_kv_head, kv_head = pair % p.n_kv_head
-    cdef ptrdiff_t first_key = p.n_key, last_key = 0, n_sub = 0, done = 0, i, r, start
-    cdef mha_ahead none = mha_ahead(NULL, 0, 0, 0)
-    cdef mha_finish how
-    cdef key_block block
+cdef ptrdiff_t begin_rows(workspace *w, const mha_problem *p, const mha_kernels *k, ptrdiff_t pair, ptrdiff_t row,
+                          ptrdiff_t n_row, ptrdiff_t *first_key, ptrdiff_t *last_key) noexcept nogil:
+    """Describe, pack and reset sub-tiles for rows row ... row + n_row - 1; return how many, and which keys they see."""
+    cdef ptrdiff_t n_sub = 0, done = 0, r
     cdef sub_tile *s
+    first_key[0], last_key[0] = p.n_key, 0
     while done < n_row:
         s = &w.sub[n_sub]
         describe_rows(s, p, k, pair, row + done, min(k.tile_rows, n_row - done))
@@ -147,38 +148,61 @@ cdef void attend_rows(workspace *w, const mha_problem *p, const mha_kernels *k, 
         memset(s.total, 0, k.tile_rows * k.item_size)
         for r in range(k.tile_rows):
             put(k, s.maximum, r, -INFINITY)
-        first_key, last_key = min(first_key, s.first_key), max(last_key, s.last_key)
+        if p.mode == MHA_STATISTICS:
+            begin_measure(s, p, k)
+        first_key[0], last_key[0] = min(first_key[0], s.first_key), max(last_key[0], s.last_key)
         done += s.n_row
         n_sub += 1
+    return n_sub
 
+
+cdef void attend_rows(workspace *w, const mha_problem *p, const mha_kernels *k, ptrdiff_t pair, ptrdiff_t row,
+                      ptrdiff_t n_row, ptrdiff_t next_pair) noexcept nogil:
+    """Rows row ... row + n_row - 1 of a pair.  The keys of next_pair, if not -1, are fetched ahead at the end."""
+    cdef ptrdiff_t first_key, last_key, i, start
+    cdef ptrdiff_t n_sub = begin_rows(w, p, k, pair, row, n_row, &first_key, &last_key)
+    cdef mha_ahead none = mha_ahead(NULL, 0, 0, 0)
+    cdef mha_finish how
+    cdef key_block block
+    cdef sub_tile *s
     start = first_key // MHA_KEY_BLOCK * MHA_KEY_BLOCK
     while start < last_key:
-        open_block(&block, w, p, k, batch, kv_head, max(start, first_key), min(start + MHA_KEY_BLOCK, last_key),
-                   last_key)
+        open_block(&block, w, p, k, pair, max(start, first_key), min(start + MHA_KEY_BLOCK, last_key), last_key)
         if block.last == last_key and next_pair >= 0:
-            block.next_keys.data = place(p, MHA_KEY, next_pair // p.n_kv_head, next_pair % p.n_kv_head, 0)
+            block.next_keys.data = place_of_pair(p, MHA_KEY, next_pair, 0)
             block.next_keys.n_row = min(MHA_KEY_BLOCK, p.n_key)
         for i in range(n_sub):
-            attend_block(&w.sub[i], w, p, k, &block, &block.next_values if i == 0 else &none,
+            attend_block(&w.sub[i], w, p, k, pair, &block, &block.next_values if i == 0 else &none,
                          &block.next_keys if i == n_sub - 1 else &none)
         start += MHA_KEY_BLOCK
 
+    if p.mode == MHA_WEIGHTS:
+        finish_weights(w, p, k, pair, n_sub, first_key, last_key)
+        return
     for i in range(n_sub):
         s = &w.sub[i]
         how = finish_of(s, p, 0)
-        if p.weights:
-            k.finish_factors(s.factor, s.maximum, s.total, s.n_row, &how)
-            for r in range(s.n_row):
-                memset(s.out[r], 0, p.n_key * k.stored_size)
+        if p.mode == MHA_STATISTICS:
+            finish_statistics(s, p, k, &how)
         else:
             k.finish(s.out, s.sum, s.maximum, s.total, s.n_row, p.value_width, &how)
-    if not p.weights:
-        return
 
-    start = first_key // MHA_KEY_BLOCK * MHA_KEY_BLOCK
+
+cdef void finish_weights(workspace *w, const mha_problem *p, const mha_kernels *k, ptrdiff_t pair, ptrdiff_t n_sub,
+                         ptrdiff_t first_key, ptrdiff_t last_key) noexcept nogil:
+    """Visit the blocks again and write the weights; keys that were not visited get 0."""
+    cdef ptrdiff_t i, r, start = first_key // MHA_KEY_BLOCK * MHA_KEY_BLOCK
+    cdef mha_finish how
+    cdef key_block block
+    cdef sub_tile *s
+    for i in range(n_sub):
+        s = &w.sub[i]
+        how = finish_of(s, p, 0)
+        k.finish_factors(s.factor, s.maximum, s.total, s.n_row, &how)
+        for r in range(s.n_row):
+            memset(s.out[r], 0, p.n_key * k.stored_size)
     while start < last_key:
-        open_block(&block, w, p, k, batch, kv_head, max(start, first_key), min(start + MHA_KEY_BLOCK, last_key),
-                   last_key)
+        open_block(&block, w, p, k, pair, max(start, first_key), min(start + MHA_KEY_BLOCK, last_key), last_key)
         for i in range(n_sub):
             write_weights(&w.sub[i], w, p, k, &block)
         start += MHA_KEY_BLOCK

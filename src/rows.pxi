@@ -14,6 +14,11 @@ cdef inline char *place(const mha_problem *p, int operand, ptrdiff_t batch, ptrd
             + row * p.operand[operand].row_stride)
 
 
+cdef inline char *place_of_pair(const mha_problem *p, int operand, ptrdiff_t pair, ptrdiff_t row) noexcept nogil:
+    """Row of the keys or values of a pair."""
+    return place(p, operand, pair // p.n_kv_head, pair % p.n_kv_head // p.share, row)
+
+
 cdef inline int64_t position_of(const mha_problem *p, ptrdiff_t batch, ptrdiff_t query) noexcept nogil:
     return query + (p.query_offset[batch] if p.query_offset != NULL else 0)
 
@@ -79,12 +84,19 @@ cdef void set_ranges(const sub_tile *s, workspace *w, const mha_kernels *k, ptrd
         put(k, w.last, r, n_key)
 
 
-cdef void set_positions(const sub_tile *s, workspace *w, const mha_kernels *k, ptrdiff_t first) noexcept nogil:
-    """Each row's ALiBi slope, and its distance from key `first`."""
+cdef void set_distances(const sub_tile *s, workspace *w, const mha_kernels *k, ptrdiff_t first) noexcept nogil:
+    """Each row's position, counted from key `first`."""
+    cdef ptrdiff_t r
+    for r in range(s.n_row):
+        put(k, w.distance, r, <double>(s.position[r] - first))
+
+
+cdef void set_slopes(const sub_tile *s, workspace *w, const mha_kernels *k, ptrdiff_t first) noexcept nogil:
+    """Each row's ALiBi slope, and the position that goes with it."""
     cdef ptrdiff_t r
     for r in range(s.n_row):
         put(k, w.slope, r, s.slope[r])
-        put(k, w.distance, r, <double>(s.position[r] - first))
+    set_distances(s, w, k, first)
 
 
 cdef mha_finish finish_of(const sub_tile *s, const mha_problem *p, ptrdiff_t row) noexcept nogil:

@@ -27,6 +27,9 @@ cdef struct sub_tile:
     void *maximum
     void *total
     void *factor                     # of the weights, once maximum and total are known
+    mha_moments sums                 # statistics, and the scores at the offsets asked for: [row][offset]
+    int64_t best_key[MAX_ROWS]
+    double *offset_score
 
 cdef struct workspace:
     sub_tile sub[MAX_SUB_TILES]
@@ -75,6 +78,12 @@ cdef size_t lay_out(workspace *w, void *base, const mha_problem *p, const mha_ke
         w.sub[i].maximum = take(&a, n_row * k.item_size)
         w.sub[i].total = take(&a, n_row * k.item_size)
         w.sub[i].factor = take(&a, n_row * k.item_size)
+        if p.mode == MHA_STATISTICS:
+            w.sub[i].sums = mha_moments(w.sub[i].maximum, w.sub[i].total, take(&a, n_row * k.item_size),
+                                        take(&a, n_row * k.item_size), take(&a, p.n_set * n_row * k.item_size),
+                                        take(&a, n_row * k.item_size), take(&a, n_row * k.item_size),
+                                        &w.sub[i].best_key[0], p.n_set)
+            w.sub[i].offset_score = <double *>take(&a, p.n_offset * n_row * sizeof(double))
     w.score = take(&a, n_score * k.item_size)
     w.bias = take(&a, n_score * k.item_size)
     w.visible = take(&a, n_score * k.item_size)
@@ -90,6 +99,10 @@ cdef size_t lay_out(workspace *w, void *base, const mha_problem *p, const mha_ke
         w.key_tile = take(&a, MHA_KEY_BLOCK * padded(k, p.head_width) * k.item_size)
         w.value_tile = take(&a, MHA_KEY_BLOCK * padded(k, p.value_width) * k.item_size)
     return a.used
+
+
+cdef inline double get(const mha_kernels *k, const void *array, ptrdiff_t i) noexcept nogil:
+    return (<const float *>array)[i] if k.item_size == 4 else (<const double *>array)[i]
 
 
 cdef inline void put(const mha_kernels *k, void *array, ptrdiff_t i, double number) noexcept nogil:

@@ -140,15 +140,19 @@ def sparse_file(tmp_path_factory):
     path.unlink()
 
 
+@pytest.mark.parametrize("options", [{}, {"window": (0, None), "query_offset": 8}], ids=str)
+@pytest.mark.parametrize("n_query", [9, 1])
 @pytest.mark.parametrize("operand", OPERANDS)
-def test_rows_further_apart_than_32_bits(operand, sparse_file, isa):
+def test_rows_further_apart_than_32_bits(operand, n_query, options, sparse_file, isa):
+    """Nine rows are a tile, one is few; the options start at the last key."""
     inputs = normal_inputs(np.float32, batch=(), n_head=1, n_kv_head=1, n_query=9, n_key=9)
     inputs = dict(zip(OPERANDS, (x[0] for x in inputs), strict=True))
-    right = mha_fast.attention(**inputs)
     apart = inputs | {operand: sparse_file(inputs[operand])}
-    assert_same_bits(mha_fast.attention(**apart), right)
-    single = mha_fast.attention(**{**apart, "query": apart["query"][:1]})
-    assert_same_bits(single, mha_fast.attention(**{**inputs, "query": inputs["query"][:1]}))
+    right, out = (
+        mha_fast.attention(**x | {"query": x["query"][-n_query:]}, **options)
+        for x in (inputs, apart)
+    )
+    assert_same_bits(out, right)
 
 
 @pytest.mark.parametrize("dtype", [np.bool_, np.float32])

@@ -4,6 +4,7 @@
 #include "few_rows.h"
 #include "mask.h"
 #include "row_tile.h"
+#include "statistics.h"
 
 namespace {
 namespace MHA_ISA_NAMESPACE {
@@ -25,6 +26,9 @@ template <class T, class S> constexpr mha_kernels kernels(decltype(mha_kernels::
         finish<T, S>,
         store_weights<T, S>,
         finish_factors<T>,
+        measure<T>,
+        finish_measure<T>,
+        add_received<T>,
         all_finite<T, T>,
         mask_tile<T>,
         few_pack<T, S>,
