@@ -8,6 +8,8 @@
     merge_attention    one result from results over disjoint sets of keys
     KVCache            keys and values of growing sequences, for decoding
     onnx               the ONNX operator Attention (import mha_fast.onnx; needs the extra "onnx")
+    heads              classify, rank and prune heads by those measurements
+    minilm, pictures   a real network in NumPy, and pictures of its heads (import them by name)
     reference          the same formulas in plain float64 NumPy
     show_config        version, instruction set, threads
     get_num_threads    how many threads a call uses at most
@@ -31,7 +33,7 @@ except ImportError as error:
         ) from error
     raise
 
-from . import reference
+from . import heads, reference
 from ._attention import attention, attention_varlen, attention_weights
 from ._merge import merge_attention
 from ._statistics import HeadStatistics, head_statistics
@@ -49,6 +51,7 @@ __all__ = [
     "attention_weights",
     "get_num_threads",
     "head_statistics",
+    "heads",
     "merge_attention",
     "reference",
     "set_num_threads",

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from mha_fast import __version__, _demo, show_config
+from mha_fast import __version__, _demo, _heads_command, show_config
 
 LARGEST_SIZE = 8192  # NumPy keeps the scores whole: 2 GiB an array of them at this size
 
@@ -58,6 +58,11 @@ def build_parser() -> argparse.ArgumentParser:
     text = "version, instruction set, threads and OpenMP runtime"
     info = commands.add_parser("info", help=text, description=f"Show {text}.")
     info.set_defaults(run=lambda options: show_config())
+
+    text = "what the heads of a real network attend to in a text"
+    heads = commands.add_parser("heads", help=text, description=f"Show {text}.")
+    _heads_command.add_arguments(heads)
+    heads.set_defaults(run=lambda o: _heads_command.run(o.text, o.relation, o.pictures))
     return parser
 
 

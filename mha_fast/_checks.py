@@ -197,11 +197,11 @@ def chosen(name: str, which: Any, n: int) -> Array | None:
     given = which
     if not isinstance(which, slice):
         which = array(name, which)
-        one_bool = which.ndim == 0 and which.dtype.kind == "b"
-        if one_bool or (which.size and which.dtype.kind not in "iub"):
-            raise TypeError(
-                f"{name} has dtype {which.dtype}; expected an int, a slice, or ints or bools"
-            )
+        expected = "an int, a slice, or ints or bools"
+        if which.ndim == 0 and which.dtype.kind not in "iu":
+            raise TypeError(f"{name} is {given!r} of dtype {which.dtype}; expected {expected}")
+        if which.size and which.dtype.kind not in "iub":
+            raise TypeError(f"{name} has dtype {which.dtype}; expected {expected}")
         if which.ndim > 1:
             raise ValueError(f"{name} has {which.ndim} axes; expected an int, a slice or one axis")
         which = which if which.size else which.astype(np.intp)

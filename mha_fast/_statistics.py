@@ -11,6 +11,8 @@ from ._statistics_record import HeadStatistics
 from ._typing import Array, ArrayLike, Window
 from .config import get_num_threads
 
+__all__ = ["HeadStatistics", "head_statistics"]
+
 # Columns of a row of measurements, as in src/kernels.h.
 ENTROPY, CONFIDENCE, DISTANCE, TOP_KEY, MAXIMUM, FACTOR, N_FIXED = range(7)
 
@@ -147,7 +149,9 @@ def _record(rows: Array, position: Array, what: Measured, one_head: bool) -> Hea
         return np.divide(total, n_row, out=np.full(total.shape, np.nan), where=n_row > 0)
 
     masses = [mean(rows[..., column]) for column in range(N_FIXED, rows.shape[-1])]
-    hits = [mean(top_key == position + d) for d in what.offsets]
+    # A query with NaN among its scores has no top key, and -1 is no key that an offset could hit.
+    unknown = np.where(np.isnan(rows[..., FACTOR]), np.nan, 0.0)
+    hits = [mean((top_key == position + d) + unknown) for d in what.offsets]
     whole = n_row.shape
     fields: dict[str, Any] = {
         "entropy": mean(rows[..., ENTROPY]),

@@ -6,7 +6,7 @@ cdef struct key_block:
     const char *value
     ptrdiff_t key_stride, value_stride
     int finite                        # of the values: 1 all, 0 not all, -1 not looked at yet
-    mha_ahead next_keys, next_values # what is worth fetching while the block is worked on
+    mha_ahead next_keys, next_values  # what is worth fetching while the block is worked on
 
 
 cdef int read_mask(const sub_tile *s, workspace *w, const mha_problem *p, const mha_kernels *k, ptrdiff_t first,

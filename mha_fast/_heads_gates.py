@@ -1,0 +1,106 @@
+"""Gates for heads that can be learned, and closed for good."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from ._heads_tables import grid
+from ._typing import Array, ArrayLike
+
+__all__ = ["HardConcrete"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class HardConcrete:
+    """Gates from the hard concrete distribution: between 0 and 1, and often exactly one of them.
+
+    A logistic variable with location `log_alpha` is squashed to (0, 1), stretched to (low, high),
+    and cut off at 0 and 1::
+
+        gate = clip(low + (high - low) * sigmoid((logit(u) + log_alpha) / temperature), 0, 1)
+
+    with u uniform on (0, 1). So that a gate can be learned by gradient descent, and still close.
+    The result goes to `attention` as `head_mask`, which does not compute heads whose gate is 0.
+
+    Parameters
+    ----------
+    log_alpha : array, (n_head,) or (n_layer, n_head)
+        What is learned: large opens the gate, small closes it.
+    temperature : float
+        Above 0; the smaller, the closer to a mere coin toss. 2/3 in [1]_.
+    low, high : float
+        Ends of the stretched interval, below 0 and above 1. -0.1 and 1.1 in [1]_.
+
+    Raises
+    ------
+    ValueError
+        A temperature or an interval out of bounds.
+
+    References
+    ----------
+    .. [1] C. Louizos, M. Welling, D. Kingma: Learning Sparse Neural Networks through L0
+       Regularization. ICLR 2018, sections 2.2 and 4.
+    .. [2] For heads: Voita et al. 2019, Analyzing Multi-Head Self-Attention, section 6.1.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mha_fast.heads import HardConcrete
+    >>> gates = HardConcrete(np.array([-3.0, 0.0, 3.0]))
+    >>> gates.deterministic().round(3)
+    array([0. , 0.5, 1. ])
+    >>> round(gates.expected_l0, 3)
+    2.019
+    """
+
+    log_alpha: ArrayLike
+    temperature: float = 2 / 3
+    low: float = -0.1
+    high: float = 1.1
+
+    def __post_init__(self) -> None:
+        """Refuse what makes no distribution."""
+        if not self.temperature > 0:
+            raise ValueError(f"temperature is {self.temperature}; expected a number above 0")
+        if not (self.low < 0 and self.high > 1):
+            raise ValueError(
+                f"low and high are {self.low} and {self.high}; expected below 0 and above 1"
+            )
+
+    @cached_property
+    def _location(self) -> Array:
+        return np.asarray(self.log_alpha, np.float64)
+
+    @property
+    def open_probability(self) -> Array:
+        """Probability that a gate is not 0, like `log_alpha`."""
+        return _sigmoid(self._location - self.temperature * np.log(-self.low / self.high))
+
+    @property
+    def expected_l0(self) -> float:
+        """Expected number of heads whose gate is not 0: the penalty of training."""
+        return float(self.open_probability.sum())
+
+    def sample(self, rng: np.random.Generator) -> Array:
+        """Draw gates, like `log_alpha`: what training multiplies the heads by."""
+        noise = rng.logistic(size=self._location.shape)
+        return self._stretched((noise + self._location) / self.temperature)
+
+    def deterministic(self) -> Array:
+        """The gates to use after training, like `log_alpha`: no noise, and no temperature."""
+        return self._stretched(self._location)
+
+    def _stretched(self, logit: Array) -> Array:
+        return np.clip(self.low + (self.high - self.low) * _sigmoid(logit), 0.0, 1.0)
+
+    def __repr__(self) -> str:
+        """The deterministic gates, and how many to expect open."""
+        table = grid(np.atleast_1d(self.deterministic()), lambda gate: f"{gate:.2f}")
+        n_open = f"{self.expected_l0:.1f} of {self._location.size}"
+        return f"{table}\ngate after training; {n_open} expected open in training"
+
+
+def _sigmoid(x: Array) -> Array:
+    """1 / (1 + exp(-x)), by tanh, which cannot overflow."""
+    return 0.5 + 0.5 * np.tanh(0.5 * x)
