@@ -6,6 +6,8 @@
     attention_weights  the weights themselves, of all or some queries and heads
     head_statistics    what each head looks at: entropy, confidence, offsets, ... without the weights
     merge_attention    one result from results over disjoint sets of keys
+    MultiHeadAttention the layer: projections, heads, output; weights of torch, BERT and LLaMA
+    cost               parameters, multiply-adds and bytes of a layer, counted
     KVCache            keys and values of growing sequences, for decoding
     onnx               the ONNX operator Attention (import mha_fast.onnx; needs the extra "onnx")
     heads              classify, rank and prune heads by those measurements
@@ -33,22 +35,25 @@ except ImportError as error:
         ) from error
     raise
 
-from . import heads, reference
+from . import cost, heads, reference
 from ._attention import attention, attention_varlen, attention_weights
 from ._merge import merge_attention
 from ._statistics import HeadStatistics, head_statistics
 from .cache import KVCache
 from .config import choose_isa as _choose_isa
 from .config import get_num_threads, set_num_threads, show_config
+from .layer import MultiHeadAttention
 
 __version__ = _version("mha_fast")
 
 __all__ = [
     "HeadStatistics",
     "KVCache",
+    "MultiHeadAttention",
     "attention",
     "attention_varlen",
     "attention_weights",
+    "cost",
     "get_num_threads",
     "head_statistics",
     "heads",

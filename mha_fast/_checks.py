@@ -11,6 +11,7 @@ from ._typing import Array
 
 # Wider than any array; a position plus or minus it still fits int64. Also in src/_core.pyx.
 UNBOUNDED = 1 << 61
+FLOAT_NAMES = ("float16", "bfloat16", "float32", "float64")
 NUMPY_FLOATS = frozenset(map(np.dtype, (np.float16, np.float32, np.float64)))
 
 
@@ -30,6 +31,26 @@ def positive_int(name: str, number: Any) -> int:
     result = index(name, number, "an int of at least 1")
     if not 1 <= result < 1 << 31:
         raise ValueError(f"{name} is {result}; expected an int of at least 1")
+    return result
+
+
+def size(name: str, number: Any) -> int:
+    """Return an int of at least 0."""
+    result = index(name, number, "an int of at least 0")
+    if result < 0:
+        raise ValueError(f"{name} is {result}; expected an int of at least 0")
+    return result
+
+
+def float_dtype(dtype: Any) -> np.dtype[Any]:
+    """Return one of the accepted dtypes, in native byte order."""
+    try:
+        result = np.dtype(dtype).newbyteorder("=")
+    except TypeError:
+        result = np.dtype(object)
+    if dtype is None or result.name not in FLOAT_NAMES:  # None is float64 to NumPy
+        names = f"{', '.join(FLOAT_NAMES[:-1])} or {FLOAT_NAMES[-1]}"
+        raise TypeError(f"dtype is {dtype!r}; expected {names}")
     return result
 
 

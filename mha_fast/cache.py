@@ -9,7 +9,6 @@ from . import _checks
 from ._attention import attention
 from ._typing import Array, ArrayLike, Window
 
-_DTYPES = ("float16", "bfloat16", "float32", "float64")
 # Of the buffer through which `reorder` copies: small enough to stay in the processor's cache.
 _BUFFER_BYTES = 1 << 20
 
@@ -76,11 +75,13 @@ class KVCache:
         dtype: npt.DTypeLike = np.float32,
         capacity: int = 0,
     ) -> None:
-        n_batch = _size("n_batch", n_batch)
-        n_kv_head = _size("n_kv_head", n_kv_head)
-        head_width = _size("head_width", head_width)
-        value_width = head_width if value_width is None else _size("value_width", value_width)
-        capacity, dtype = _size("capacity", capacity), _float_dtype(dtype)
+        n_batch = _checks.size("n_batch", n_batch)
+        n_kv_head = _checks.size("n_kv_head", n_kv_head)
+        head_width = _checks.size("head_width", head_width)
+        value_width = (
+            head_width if value_width is None else _checks.size("value_width", value_width)
+        )
+        capacity, dtype = _checks.size("capacity", capacity), _checks.float_dtype(dtype)
         self._key = _empty((n_batch, n_kv_head, capacity, head_width), dtype)
         self._value = _empty((n_batch, n_kv_head, capacity, value_width), dtype)
         self._lengths = np.zeros(n_batch, np.int64)  # replaced by each change, never written to
@@ -401,23 +402,6 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
 
 
 # ---- checks -----------------------------------------------------------------------------------
-
-
-def _size(name: str, number: Any) -> int:
-    size = _checks.index(name, number, "an int of at least 0")
-    if size < 0:
-        raise ValueError(f"{name} is {size}; expected an int of at least 0")
-    return size
-
-
-def _float_dtype(dtype: Any) -> np.dtype[Any]:
-    try:
-        result = np.dtype(dtype).newbyteorder("=")
-    except TypeError:
-        result = np.dtype(object)
-    if dtype is None or result.name not in _DTYPES:  # None is float64 to NumPy
-        raise TypeError(f"dtype is {dtype!r}; expected {', '.join(_DTYPES[:-1])} or {_DTYPES[-1]}")
-    return result
 
 
 def _fitting(name: str, x: Any, shape: tuple[int | str, ...], dtype: np.dtype[Any]) -> Array:

@@ -60,7 +60,9 @@ def _options(draw, rng, *, batch, n_head, n_query, n_key, **_):
     for name in {"alibi_slopes", "sinks", "head_mask"} & options.keys():
         options[name] = rng.standard_normal(options[name])
     if "alibi_slopes" in options:
-        options["alibi_slopes"] *= 0.05  # keeps logits small: test_attention_accuracy.py has large ones
+        options["alibi_slopes"] *= (
+            0.05  # keeps logits small: test_attention_accuracy.py has large ones
+        )
     if options.get("query_offset") == "each":
         options["query_offset"] = rng.integers(-20, n_key + 20, batch)
     if "kv_lengths" in options:
