@@ -90,26 +90,29 @@ void softmax(void *score_, const void *peak_, void *maximum_, void *total_, void
     const T exp_scale = T(exp_scale_);
     with_vectors<T>(n_row, [=](auto vectors) __attribute__((always_inline)) {
         constexpr int n_vector = decltype(vectors)::value;
-        vec<T> base[n_vector], sum[n_vector];
+        vec<T> base[n_vector], even[n_vector], odd[n_vector];  // two shorter sums: fewer roundings each
         MHA_UNROLL for (int x = 0; x < n_vector; x++) {
             vec<T> old = load(maximum + x * lanes<T>), now = larger<T>(load(peak + x * lanes<T>), old);
             store(maximum + x * lanes<T>, now);
             // A row that has seen no key yet has maximum -inf; -inf - -inf would be NaN, -inf - 0 gives weight 0.
             base[x] = now == -infinity<T> ? vec<T>{} : now;
             store(rescale + x * lanes<T>, exp2_nonpositive<T>((old - base[x]) * exp_scale));
-            sum[x] = vec<T>{};
+            even[x] = odd[x] = vec<T>{};
         }
-        MHA_UNROLL_2 for (ptrdiff_t j = 0; j < n_key; j++) {
+        auto weigh = [&](ptrdiff_t j, vec<T> (&sum)[n_vector]) __attribute__((always_inline)) {
             MHA_UNROLL for (int x = 0; x < n_vector; x++) {
                 T *place = score + j * tile_rows<T> + x * lanes<T>;
                 vec<T> weight = exp2_nonpositive<T>((load(place) - base[x]) * exp_scale);
                 sum[x] += weight;
                 store(place, weight);
             }
-        }
+        };
+        ptrdiff_t j = 0;
+        for (; j + 2 <= n_key; j += 2) weigh(j, even), weigh(j + 1, odd);
+        if (j < n_key) weigh(j, even);
         MHA_UNROLL for (int x = 0; x < n_vector; x++) {
             T *place = total + x * lanes<T>;
-            store(place, load(place) * load(rescale + x * lanes<T>) + sum[x]);
+            store(place, load(place) * load(rescale + x * lanes<T>) + (even[x] + odd[x]));
         }
     });
 }
