@@ -1,5 +1,6 @@
 """head_statistics(): what the heads look at, measured without the matrix of weights."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -188,21 +189,19 @@ def _key_sets(key_sets: Any, keys: tuple[int, ...]) -> Array | None:
         raise TypeError(f"key_sets is of type {type(key_sets).__name__}; expected a sequence")
     sets = [_members(f"key_sets[{i}]", one, keys) for i, one in enumerate(key_sets)]
     if not sets:
-        return np.empty((int(np.prod(keys[:-1])), 0, keys[-1]), np.uint8)
+        return np.empty((math.prod(keys[:-1]), 0, keys[-1]), np.uint8)
     return np.stack(sets, axis=1)
 
 
 def _members(name: str, which: Any, keys: tuple[int, ...]) -> Array:
     """Return (n_batch, n_key) of 0 and 1 from a bool array or a list of key numbers."""
     array = _checks.array(name, which)
+    if array.ndim == 0 and array.dtype.kind in "iub":
+        raise ValueError(f"{name} is {which!r}; expected a bool array or a list of key numbers")
     if array.dtype == np.bool_:
         members = _checks.broadcast(name, array, keys, np.uint8)
     else:
         members = np.zeros(keys, np.uint8)
         chosen = _checks.chosen(name, array, keys[-1])
         members[..., chosen] = 1
-    return (
-        members.reshape(-1, keys[-1])
-        if keys[-1]
-        else np.zeros((int(np.prod(keys[:-1])), 0), np.uint8)
-    )
+    return members.reshape(math.prod(keys[:-1]), keys[-1])

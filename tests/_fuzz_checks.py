@@ -43,10 +43,10 @@ def check(case, report=None):
     report = Report() if report is None else report
     with using_isa(case.isa):
         if case.entry == "KVCache":
-            check_cache(case, lambda one, result: _compare(one, result, report))
+            check_cache(case, lambda one, result: _compare(one, result, report, case.number))
         else:
             result = _checked_call(case)
-            _compare(case, result, report)
+            _compare(case, result, report, case.number)
             _check_bits(case, result)
     assert sys.float_info.min / 2 != 0, "subnormal numbers are flushed to zero after the call"
 
@@ -179,7 +179,7 @@ def _assert_only_out_written(out, placed):
 # ---- against the reference ----------------------------------------------------------------------
 
 
-def _compare(case, result, report):
+def _compare(case, result, report, number):
     arithmetic = case.dtype if case.dtype in (np.float32, np.float64) else np.float32
     right = _formula(case, WIDER[arithmetic])
     same = _formula(case, arithmetic)
@@ -192,8 +192,8 @@ def _compare(case, result, report):
         rounding = _half_ulp(right[0], case.dtype)
         if case.entry == "merge_attention":  # of each part, and of the whole
             rounding = rounding + _half_ulp(_largest(case.arrays["value"]), case.dtype)
-    _assert_near("out", out, right[0], same[0], out_floor, rounding, case.number, report)
-    _assert_near("lse", lse, right[1], same[1], lse_floor, 0, case.number, report)
+    _assert_near("out", out, right[0], same[0], out_floor, rounding, number, report)
+    _assert_near("lse", lse, right[1], same[1], lse_floor, 0, number, report)
 
 
 def _formula(case, dtype):

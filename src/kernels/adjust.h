@@ -19,11 +19,11 @@ template <class T> MHA_INLINE vec<T> soft_capped(vec<T> score, T softcap) {
 // loses even a NaN score.
 template <class T> MHA_INLINE vec<T> biased(vec<T> score, vec<T> bias) {
     vec<T> sum = larger<T>(splat(-largest_finite<T>), score + bias);
-    return (bias == -infinity<T>) | (score == -infinity<T>) ? splat(-infinity<T>) : sum;
+    return ((bias == -infinity<T>) | (score == -infinity<T>)) ? splat(-infinity<T>) : sum;
 }
 
 template <class T> MHA_INLINE vec<T> in_range(vec<T> score, vec<T> key, vec<T> first, vec<T> last) {
-    return (key >= first) & (key < last) ? score : splat(-infinity<T>);
+    return ((key >= first) & (key < last)) ? score : splat(-infinity<T>);
 }
 
 // Lanes are rows.

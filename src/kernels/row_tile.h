@@ -167,8 +167,10 @@ void values_guarded(void *sum_, const void *rescale_, const void *weight_, const
         for (ptrdiff_t r = 0; r < n_row; r += lanes<T>) {
             vec<T> part = {};
             for (ptrdiff_t j = 0; j < n_key; j++) {
-                vec<T> more = part + row_at<T>(value, value_stride, j)[d] * load(weight + j * tile_rows<T> + r);
-                part = load(visible + j * tile_rows<T> + r) == -infinity<T> ? part : more;
+                // The factor is chosen, not the sum: Clang would split the multiply-add, and values() rounds only once.
+                const vec<T> all = splat(row_at<T>(value, value_stride, j)[d]);
+                const vec<T> v = load(visible + j * tile_rows<T> + r) == -infinity<T> ? vec<T>{} : all;
+                part += v * load(weight + j * tile_rows<T> + r);
             }
             T *place = sum + d * tile_rows<T> + r;
             store(place, load(place) * load(rescale + r) + part);

@@ -74,7 +74,8 @@ void finish_measure(double *out, const mha_moments *sums, ptrdiff_t row, double 
     const double factor = finish_row<T>(maximum, total, row, how), moment = ((T *)sums->moment)[row];
     const double confident = ((T *)sums->confident)[row];
     const bool no_key = total == 0;
-    out[MHA_ENTROPY] = no_key ? 0 : -ln_2 * factor * (moment + total * __builtin_log2(factor));
+    // a sink can take all the weight: 0 ln 0 is 0
+    out[MHA_ENTROPY] = no_key || factor == 0 ? 0 : -ln_2 * factor * (moment + total * __builtin_log2(factor));
     auto weight = [=](double score) { return no_key ? 0 : factor * __builtin_exp2((score - maximum) * exp_scale); };
     out[MHA_CONFIDENCE] = weight(confident);
     out[MHA_DISTANCE] = ((T *)sums->far)[row] * factor;
@@ -97,7 +98,7 @@ void add_received(double *received, const void *score_, const void *maximum_, co
             const vec<T> highest = load(maximum + row), base = highest == -infinity<T> ? vec<T>{} : highest;
             const vec<T> f = load(factor + row), s = load(score + j * tile_rows<T> + row);
             const vec<T> w = exp2_nonpositive<T>((s - base) * exp_scale) * f;
-            sum += (f == T(0)) | (s == -infinity<T>) ? vec<T>{} : w;
+            sum += ((f == T(0)) | (s == -infinity<T>)) ? vec<T>{} : w;
         }
         received[j] += lane_sum<T>(sum);
     }

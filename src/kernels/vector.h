@@ -32,7 +32,12 @@
 
 #define MHA_INLINE inline __attribute__((always_inline))
 #define MHA_UNROLL _Pragma("GCC unroll 32")
+#if defined(__clang__) && defined(__aarch64__)
+// Clang loads the operands of both rounds before it uses the first, and so spills the accumulators.
+#define MHA_UNROLL_2 _Pragma("GCC unroll 1")
+#else
 #define MHA_UNROLL_2 _Pragma("GCC unroll 2")
+#endif
 
 namespace {
 namespace MHA_ISA_NAMESPACE {
