@@ -148,11 +148,12 @@ def test_rows_further_apart_than_32_bits(operand, n_query, options, sparse_file,
     inputs = normal_inputs(np.float32, batch=(), n_head=1, n_kv_head=1, n_query=9, n_key=9)
     inputs = dict(zip(OPERANDS, (x[0] for x in inputs), strict=True))
     apart = inputs | {operand: sparse_file(inputs[operand])}
-    right, out = (
-        mha_fast.attention(**x | {"query": x["query"][-n_query:]}, **options)
+    (right, right_lse), (out, lse) = (
+        mha_fast.attention(**x | {"query": x["query"][-n_query:]}, **options, return_lse=True)
         for x in (inputs, apart)
     )
     assert_same_bits(out, right)
+    assert_same_bits(lse, right_lse)  # the output of a row with one key is the value alone
 
 
 @pytest.mark.parametrize("dtype", [np.bool_, np.float32])

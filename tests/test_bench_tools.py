@@ -68,6 +68,19 @@ def test_memory_sees_the_scores_that_numpy_writes_and_mha_fast_does_not():
     assert mib_of("mha_fast") < scores_mib
 
 
+def test_head_statistics_prints_times_and_memory():
+    report = run_python(
+        *("-m", "bench.head_statistics", "--length", "64", "--memory-length", "256")
+    ).stdout
+    assert report.count(" to ") == 4  # a range for causal or not, with and without `received`
+    assert "one head of 256 queries and keys" in report
+
+
+def test_pruned_heads_prints_a_ratio_per_number_of_heads():
+    report = run_python("-m", "bench.pruned_heads", "--length", "64").stdout
+    assert [line.split()[0] for line in report.splitlines()[1:]] == ["6", "4", "2", "1"]
+
+
 @pytest.mark.parametrize("flags", [[], ["-P"]], ids=["python -m pytest", "pytest"])
 def test_benchmarks_run_without_timing(flags):
     done = run_python(*(*flags, *PYTEST_BENCH, "--benchmark-disable", "-k", "tiny or odd"))
