@@ -291,11 +291,10 @@ def _offset(
     """Return the position of query 0 per batch entry; None where all are 0."""
     if type(query_offset) is int and query_offset == 0:
         return None
-    if isinstance(query_offset, str):
+    if query_offset is None or isinstance(query_offset, str):
         if query_offset != "end":
-            raise ValueError(
-                f"query_offset is {query_offset!r}; expected an int, an int array or 'end'"
-            )
+            error = TypeError if query_offset is None else ValueError
+            raise error(f"query_offset is {query_offset!r}; expected an int, an int array or 'end'")
         at_end = n_key - n_query
         return np.full(batch_shape, at_end) if isinstance(at_end, int) else at_end
     return _checks.integers(

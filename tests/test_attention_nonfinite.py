@@ -294,3 +294,13 @@ def test_no_warning_and_no_floating_point_error_is_raised(isa):
     query[0], key[1], value[:, :, 5] = np.inf, np.nan, 3e38
     with np.errstate(all="raise"):
         mha_fast.attention(query, key, value, scale=1e30)
+
+
+@pytest.mark.parametrize("n_query", [2, 20])
+def test_query_whose_every_score_is_minus_infinity_ignores_what_values_hold(n_query, isa):
+    query = np.ones((1, n_query, 2), np.float32)
+    key = np.full((1, 70, 2), -np.inf, np.float32)
+    value = np.full((1, 70, 3), np.nan, np.float32)
+    out, lse = mha_fast.attention(query, key, value, return_lse=True)
+    assert (out == 0).all()
+    assert (lse == -np.inf).all()

@@ -184,11 +184,13 @@ void few_merge(char *out, const void *sum, const void *maximum, const void *tota
         sum_total += double(factor[i]) * *part(total, i);
     }
     const T last_factor = finish_row<T>(highest, sum_total, 0, how);
+    // Where no key has weight the output is 0, even if 0 * NaN got into the sums.
+    const bool nothing = sum_total == 0 || switched_off(0, how);
     S *result = (S *)out;
     for (ptrdiff_t d = 0; d < width; d += lanes<T>) {
         vec<T> joined = {};
         for (ptrdiff_t i = 0; i < n_part; i++) joined += load(part(sum, i) + d) * factor[i];
-        joined = switched_off(0, how) ? vec<T>{} : joined * last_factor;
+        joined = nothing ? vec<T>{} : joined * last_factor;
         if (d + lanes<T> <= width) store_stored<T>(result + d, joined);
         else store_stored_first<T>(result + d, joined, width - d);
     }

@@ -202,8 +202,9 @@ void finish(char *const *out, void *sum_, const void *maximum, const void *total
     T *sum = (T *)sum_;
     T factor[tile_rows<T>] = {};
     finish_factors<T>(factor, maximum, total, n_row, how);
+    // Where no key has weight the output is 0, even if 0 * NaN got into the sum.
     for (ptrdiff_t r = 0; r < n_row; r++)
-        if (switched_off(r, how))
+        if (switched_off(r, how) || ((const T *)total)[r] == 0)
             for (ptrdiff_t d = 0; d < width; d++) sum[d * tile_rows<T> + r] = 0;
     for (ptrdiff_t r = 0; r < n_row; r += lanes<T>) {
         const vec<T> f = load(factor + r);
