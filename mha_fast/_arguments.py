@@ -196,15 +196,21 @@ def check_out(out: Any, call: Call) -> Array:
 def _operands(
     query: Any, key: Any, value: Any, packed_axes: str | None = None
 ) -> tuple[Any, Any, Any, int]:
+    third = key if value is None else value
+    if (
+        # Asked in one expression: this is on the path of every small call. Dtypes are singletons.
+        packed_axes is None
+        and type(query) is type(key) is type(third) is np.ndarray
+        and query.dtype is key.dtype is third.dtype
+        and query.ndim >= 3
+        and key.ndim >= 3
+        and third.ndim >= 3
+        and query.dtype in ELEMENTS
+    ):
+        return query, key, value, ELEMENTS[query.dtype]
     query, key = _checks.array("query", query), _checks.array("key", key)
     value = None if value is None else _checks.array("value", value)
-    third = key if value is None else value
-    element = ELEMENTS.get(query.dtype, -1)
-    # Asked in one expression first: this is on the path of every small call.
-    like = query.dtype == key.dtype == third.dtype
-    many = query.ndim >= 3 and key.ndim >= 3 and third.ndim >= 3
-    if packed_axes or element < 0 or not (like and many):
-        element = _check_kinds(query, key, third, packed_axes)
+    element = _check_kinds(query, key, key if value is None else value, packed_axes)
     return query, key, value, element
 
 
@@ -241,24 +247,27 @@ def _batch_shape(query: Array, key: Array, value: Array | None) -> tuple[int, ..
 
 
 def _check_sizes(query: Array, key: Array, value: Array | None, packed: bool = False) -> None:
+    n_head, _, head_width = query.shape[-3:]
+    n_kv_head, n_key, key_width = key.shape[-3:]
+    n_value_head, n_value, _ = key.shape[-3:] if value is None else value.shape[-3:]
+    multiple = n_head % n_kv_head == 0 if n_kv_head else n_head == 0
+    if multiple and (key_width, n_value_head, n_value) == (head_width, n_kv_head, n_key):
+        return
+
     def shape(x: Array) -> tuple[int, ...]:
         return x.swapaxes(0, 1).shape if packed else x.shape  # as the caller gave it
 
-    n_head, n_kv_head = query.shape[-3], key.shape[-3]
-    if key.shape[-1] != query.shape[-1]:
+    if key_width != head_width:
         raise ValueError(
-            f"key has shape {shape(key)}; expected head width {query.shape[-1]} to match query"
+            f"key has shape {shape(key)}; expected head width {head_width} to match query"
         )
-    if value is not None and value.shape[-3] != n_kv_head:
+    if value is not None and n_value_head != n_kv_head:
         raise ValueError(f"value has shape {shape(value)}; expected {n_kv_head} heads to match key")
-    if value is not None and value.shape[-2] != key.shape[-2]:
-        raise ValueError(
-            f"value has shape {shape(value)}; expected {key.shape[-2]} rows to match key"
-        )
-    if n_head % n_kv_head if n_kv_head else n_head:
-        raise ValueError(
-            f"query has {n_head} heads; expected a multiple of the {n_kv_head} heads of key"
-        )
+    if value is not None and n_value != n_key:
+        raise ValueError(f"value has shape {shape(value)}; expected {n_key} rows to match key")
+    raise ValueError(
+        f"query has {n_head} heads; expected a multiple of the {n_kv_head} heads of key"
+    )
 
 
 # ---- what may be seen -------------------------------------------------------------------------

@@ -258,8 +258,9 @@ def attend(call, out, lse, int n_thread):
     cdef tuple batch_shape = call.batch_shape
     cdef const int64_t *boundary
     query, key, value, mask = call.query, call.key, call.value, call.mask
-    p.n_head, p.n_query, p.head_width = query.shape[-3], query.shape[-2], query.shape[-1]
-    p.n_kv_head, p.n_key = key.shape[-3], key.shape[-2]
+    cdef tuple query_shape = query.shape, key_shape = key.shape
+    p.n_head, p.n_query, p.head_width = query_shape[-3], query_shape[-2], query_shape[-1]
+    p.n_kv_head, p.n_key = key_shape[-3], key_shape[-2]
     p.group, p.share = p.n_head // max(p.n_kv_head, 1), 1
     p.mode = MHA_ATTENTION if value is not None else MHA_WEIGHTS if call.statistics is None else MHA_STATISTICS
     p.value_width = value.shape[-1] if p.mode == MHA_ATTENTION else 0
