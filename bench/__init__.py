@@ -8,6 +8,7 @@
     compare, measure        the table against one peer; the process that does its timing
     peers                   one file per library to compare with
     memory                  peak memory of one call
+    cache                   what a token costs as a KVCache grows
     pruned_heads            time that heads save which are switched off
     head_statistics         time and memory of head_statistics() beside attention()
     fit_polynomials         not a benchmark: derives the constants of the kernel's exponential

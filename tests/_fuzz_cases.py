@@ -200,9 +200,10 @@ def _sizes(rng, dtype):
 
 
 def _work(sizes):
+    """Multiply-adds, and some for the scores; sizes of 0 leave arrays as large as sizes of 1."""
     per_pair = sizes["head_width"] + sizes["value_width"] + 8
-    n_row = sizes["n_kv_head"] * sizes["group"] * sizes["n_query"]
-    return np.prod(sizes["batch"], initial=1.0) * n_row * sizes["n_key"] * per_pair
+    n_row = sizes["n_kv_head"] * sizes["group"] * max(sizes["n_query"], 1)
+    return np.prod(sizes["batch"], initial=1.0) * n_row * max(sizes["n_key"], 1) * per_pair
 
 
 def _operand_shapes(rng, sizes):

@@ -32,7 +32,9 @@ def awkward(rng, x, *, writable=False):
     stored = (
         x if writable else x[tuple(slice(1 if n > 1 and s == 0 else None) for n, s in _axes(x))]
     )
-    steps = rng.choice([1, 1, 1, 1, 1, 2, -1], x.ndim)
+    steps = rng.choice([1, 1, 1, 1, 1, -1], x.ndim)
+    if x.ndim and rng.random() < 0.4:
+        steps[rng.integers(x.ndim)] *= 2
     before, behind = rng.integers(0, 3, (2, x.ndim)) * (rng.random(x.ndim) < 0.3)
     order = rng.permutation(x.ndim) if rng.random() < 0.5 else np.arange(x.ndim)
     room = np.array(stored.shape, int) * np.abs(steps) + before + behind

@@ -76,6 +76,11 @@ def test_head_statistics_prints_times_and_memory():
     assert "one head of 256 queries and keys" in report
 
 
+def test_cache_prints_a_cost_per_length():
+    report = run_python("-m", "bench.cache", "--lengths", "10", "300").stdout
+    assert [line.split()[0] for line in report.splitlines()[1:]] == ["10", "300"]
+
+
 def test_pruned_heads_prints_a_ratio_per_number_of_heads():
     report = run_python("-m", "bench.pruned_heads", "--length", "64").stdout
     assert [line.split()[0] for line in report.splitlines()[1:]] == ["6", "4", "2", "1"]
