@@ -215,21 +215,29 @@ def chosen(name: str, which: Any, n: int) -> Array | None:
     """Return the numbers that an index (int, slice, list or array) picks from 0 ... n - 1."""
     if which is None:
         return None
-    given = which
-    if not isinstance(which, slice):
-        which = array(name, which)
-        expected = "an int, a slice, or ints or bools"
-        if which.ndim == 0 and which.dtype.kind not in "iu":
-            raise TypeError(f"{name} is {given!r} of dtype {which.dtype}; expected {expected}")
-        if which.size and which.dtype.kind not in "iub":
-            raise TypeError(f"{name} has dtype {which.dtype}; expected {expected}")
-        if which.ndim > 1:
-            raise ValueError(f"{name} has {which.ndim} axes; expected an int, a slice or one axis")
-        which = which if which.size else which.astype(np.intp)
-    try:
-        return np.array(np.atleast_1d(np.arange(n, dtype=np.int64)[which]))
-    except (IndexError, TypeError) as error:
-        raise ValueError(f"{name} is {given!r}; expected an index into {n} ({error})") from None
+    expected = "an int, a slice, or ints or bools"
+    if isinstance(which, slice):
+        try:
+            return np.arange(*which.indices(n), dtype=np.int64)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{name} is {which!r}; expected {expected} ({error})") from None
+    picked = array(name, which)
+    if picked.ndim == 0 and picked.dtype.kind not in "iu":
+        raise TypeError(f"{name} is {which!r} of dtype {picked.dtype}; expected {expected}")
+    if picked.size and picked.dtype.kind not in "iub":
+        raise TypeError(f"{name} has dtype {picked.dtype}; expected {expected}")
+    if picked.ndim > 1:
+        raise ValueError(f"{name} has {picked.ndim} axes; expected an int, a slice or one axis")
+    if picked.dtype.kind == "b":
+        if len(picked) != n:
+            raise ValueError(f"{name} has {len(picked)} bools; expected {n}, or an index into {n}")
+        return np.flatnonzero(picked).astype(np.int64)
+    if picked.size and not (-n <= int(picked.min()) and int(picked.max()) < n):
+        raise ValueError(
+            f"{name} holds {int(picked.min())} to {int(picked.max())}; expected an index into {n}"
+        )
+    numbers = np.atleast_1d(picked).astype(np.int64)
+    return np.where(numbers < 0, numbers + n, numbers)
 
 
 def boundaries(name: str, x: Any, n_row: int, rows_of: str) -> Array:
