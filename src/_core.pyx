@@ -60,8 +60,8 @@ include "statistics.pxi"
 cdef int team_size(const mha_problem *p, const mha_kernels *k, int wanted) noexcept nogil:
     """One thread where a second one does not pay; otherwise what is wanted and possible.
 
-    Waking a team costs up to 50 microseconds after idleness (bench/README.md).  The rates are a slow core's: 60
-    giga multiply-adds and 10 gigabytes of K and V a second.  Only the shape counts, so equal calls run alike.
+    Waking a team that has gone to sleep costs tens of microseconds, hence the 50.  The rates are a slow core's: 60 giga
+    multiply-adds and 10 gigabytes of K and V a second.  Only sizes and lengths count, so equal calls run alike.
     """
     cdef double madds = 0, n_byte = 0, width = p.head_width + p.value_width
     cdef ptrdiff_t batch
