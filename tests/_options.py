@@ -59,3 +59,34 @@ def arguments_of(names, dtype, n_query, n_key):
         if isinstance(argument, np.ndarray) and argument.dtype == np.float64:
             together[name] = argument.astype(dtype)
     return together
+
+
+def zeros(shape, dtype=np.float32):
+    """An array whose shape and dtype are all that matters."""
+    return np.zeros(shape, dtype)
+
+
+# Wrong arguments that every function over scores refuses alike. The valid call has a batch of 2, 4
+# heads over 2, 5 queries and 17 keys of width 6.
+# id: (wrong arguments, error, words that the message has to contain, the argument first)
+SCORE_ERRORS = {
+    "wider key": ({"key": zeros((2, 2, 17, 6), np.float64)}, TypeError, "key float64 float32"),
+    "key of rank 2": ({"key": zeros((17, 6))}, ValueError, "key (17, 6) (2, 4, 5, 6)"),
+    "head width": ({"key": zeros((2, 2, 17, 7))}, ValueError, "key (2, 2, 17, 7) 6 query"),
+    "heads not a multiple": ({"key": zeros((2, 3, 17, 6))}, ValueError, "query 4 3 key"),
+    "batch": ({"key": zeros((3, 2, 17, 6))}, ValueError, "key (3, 2, 17, 6) (2, 4, 5, 6)"),
+    "integer mask": ({"attn_mask": zeros((5, 17), np.int8)}, TypeError, "attn_mask int8 bool"),
+    "mask too long": (
+        {"attn_mask": zeros((5, 18))},
+        ValueError,
+        "attn_mask (5, 18) (2, 4, 5, 17)",
+    ),
+    "lengths": ({"kv_lengths": [3, 18]}, ValueError, "kv_lengths 18 17"),
+    "window": ({"window": (-1, 0)}, ValueError, "window -1"),
+    "offset": ({"query_offset": "start"}, ValueError, "query_offset 'start' 'end'"),
+    "scale": ({"scale": np.nan}, ValueError, "scale nan finite"),
+    "softcap": ({"softcap": -1.0}, ValueError, "softcap -1.0"),
+    "number of slopes": ({"alibi_slopes": zeros(3)}, ValueError, "alibi_slopes (3,) (4,)"),
+    "causal as text": ({"is_causal": "yes"}, TypeError, "is_causal 'yes' True False"),
+    "no thread": ({"num_threads": 0}, ValueError, "num_threads 0"),
+}

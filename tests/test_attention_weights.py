@@ -15,7 +15,7 @@ from _dtypes import (
     half_ulp,
     widened,
 )
-from _options import N_BATCH, N_HEAD, OPTIONS, arguments_of
+from _options import N_BATCH, N_HEAD, OPTIONS, SCORE_ERRORS, arguments_of, zeros
 from _support import DTYPES, assert_same_bits, normal_inputs, run_python
 
 import mha_fast
@@ -512,45 +512,23 @@ def test_weights_larger_than_any_memory_are_an_error():
 # ---- errors -------------------------------------------------------------------------------------
 
 
-def _array(shape, dtype=np.float32):
-    return np.zeros(shape, dtype)
-
-
 # The valid call has a batch of 2, 4 heads over 2, 5 queries and 17 keys of width 6.
 # id: (wrong arguments, error, words that the message has to contain)
 ERRORS = {
-    "integer query": ({"query": _array((2, 4, 5, 6), np.int64)}, TypeError, "query int64"),
-    "wider key": ({"key": _array((2, 2, 17, 6), np.float64)}, TypeError, "key float64 float32"),
-    "key of rank 2": ({"key": _array((17, 6))}, ValueError, "key (17, 6) (2, 4, 5, 6)"),
-    "head width": ({"key": _array((2, 2, 17, 7))}, ValueError, "key (2, 2, 17, 7) 6 query"),
-    "heads not a multiple": ({"key": _array((2, 3, 17, 6))}, ValueError, "query 4 3 key"),
-    "batch": ({"key": _array((3, 2, 17, 6))}, ValueError, "key (3, 2, 17, 6) (2, 4, 5, 6)"),
-    "integer mask": ({"attn_mask": _array((5, 17), np.int8)}, TypeError, "attn_mask int8 bool"),
-    "mask too long": (
-        {"attn_mask": _array((5, 18))},
-        ValueError,
-        "attn_mask (5, 18) (2, 4, 5, 17)",
-    ),
+    **SCORE_ERRORS,
+    "integer query": ({"query": zeros((2, 4, 5, 6), np.int64)}, TypeError, "query int64"),
     "mask of the picked queries alone": (
-        {"attn_mask": _array((2, 17)), "queries": [0, 1]},
+        {"attn_mask": zeros((2, 17)), "queries": [0, 1]},
         ValueError,
         "attn_mask (2, 17) (2, 4, 5, 17)",
     ),
-    "lengths": ({"kv_lengths": [3, 18]}, ValueError, "kv_lengths 18 17"),
-    "window": ({"window": (-1, 0)}, ValueError, "window -1"),
-    "offset": ({"query_offset": "start"}, ValueError, "query_offset 'start' 'end'"),
-    "scale": ({"scale": NAN}, ValueError, "scale nan finite"),
-    "softcap": ({"softcap": -1.0}, ValueError, "softcap -1.0"),
-    "number of slopes": ({"alibi_slopes": _array(3)}, ValueError, "alibi_slopes (3,) (4,)"),
     "sinks of the picked heads alone": (
-        {"sinks": _array(1), "heads": [2]},
+        {"sinks": zeros(1), "heads": [2]},
         ValueError,
         "sinks (1,) (4,)",
     ),
-    "number of gates": ({"head_mask": _array((3, 4))}, ValueError, "head_mask (3, 4) (2, 4)"),
-    "causal as text": ({"is_causal": "yes"}, TypeError, "is_causal 'yes' True False"),
+    "number of gates": ({"head_mask": zeros((3, 4))}, ValueError, "head_mask (3, 4) (2, 4)"),
     "lse as text": ({"return_lse": "no"}, TypeError, "return_lse 'no' True False"),
-    "no thread": ({"num_threads": 0}, ValueError, "num_threads 0"),
     # picks
     "query past the end": ({"queries": 5}, ValueError, "queries 5"),
     "query before the start": ({"queries": [0, -6]}, ValueError, "queries -6 5"),
@@ -561,12 +539,12 @@ ERRORS = {
     "one bool": ({"queries": True}, TypeError, "queries True"),
     "one bool for the heads": ({"heads": np.True_}, TypeError, "heads True"),
     "fraction": ({"queries": 1.5}, TypeError, "queries float64 int slice"),
-    "fractions": ({"heads": _array(2)}, TypeError, "heads float32 int slice"),
+    "fractions": ({"heads": zeros(2)}, TypeError, "heads float32 int slice"),
     "text": ({"queries": "all"}, TypeError, "queries int slice"),
     "two axes of queries": ({"queries": [[0, 1]]}, ValueError, "queries 2 one axis"),
     "two axes of heads": ({"heads": [[0]]}, ValueError, "heads 2 one axis"),
     "heads where there is no such axis": (
-        {"query": _array((5, 6)), "key": _array((17, 6)), "heads": [0]},
+        {"query": zeros((5, 6)), "key": zeros((17, 6)), "heads": [0]},
         ValueError,
         "heads [0] none 2",
     ),
@@ -576,7 +554,7 @@ ERRORS = {
 @pytest.mark.parametrize("case", ERRORS)
 def test_error_names_argument_expectation_and_finding(case):
     wrong, error, words = ERRORS[case]
-    valid = {"query": _array((2, 4, 5, 6)), "key": _array((2, 2, 17, 6))}
+    valid = {"query": zeros((2, 4, 5, 6)), "key": zeros((2, 2, 17, 6))}
     with pytest.raises(error) as raised:
         mha_fast.attention_weights(**valid | wrong)
     message = str(raised.value)
@@ -588,4 +566,4 @@ def test_error_names_argument_expectation_and_finding(case):
 @pytest.mark.parametrize("argument", ["value", "out", "precision"])
 def test_arguments_that_make_no_sense_here_are_not_taken(argument):
     with pytest.raises(TypeError, match=argument):
-        mha_fast.attention_weights(_array((5, 6)), _array((5, 6)), **{argument: None})
+        mha_fast.attention_weights(zeros((5, 6)), zeros((5, 6)), **{argument: None})

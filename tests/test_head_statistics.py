@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from _dtypes import ALL_DTYPES, BFLOAT16, NEEDS_BFLOAT16, half_ulp
-from _options import N_BATCH, N_HEAD, OPTIONS, arguments_of
+from _options import N_BATCH, N_HEAD, OPTIONS, SCORE_ERRORS, arguments_of, zeros
 from _support import DTYPES, assert_same_bits, normal_inputs, run_python
 
 import mha_fast
@@ -881,34 +881,12 @@ def test_peak_stays_under_32_mib(call, tmp_path):
 # ---- errors -------------------------------------------------------------------------------------
 
 
-def _array(shape, dtype=np.float32):
-    return np.zeros(shape, dtype)
-
-
 # The valid call has a batch of 2, 4 heads over 2, 5 queries and 17 keys of width 6.
 # id: (wrong arguments, error, words that the message has to contain, the argument first)
 ERRORS = {
-    "integer query": ({"query": _array((2, 4, 5, 6), np.int64)}, TypeError, "query int64 float32"),
-    "wider key": ({"key": _array((2, 2, 17, 6), np.float64)}, TypeError, "key float64 float32"),
-    "key of rank 2": ({"key": _array((17, 6))}, ValueError, "key (17, 6) (2, 4, 5, 6)"),
-    "head width": ({"key": _array((2, 2, 17, 7))}, ValueError, "key (2, 2, 17, 7) 6 query"),
-    "heads not a multiple": ({"key": _array((2, 3, 17, 6))}, ValueError, "query 4 3 key"),
-    "batch": ({"key": _array((3, 2, 17, 6))}, ValueError, "key (3, 2, 17, 6) (2, 4, 5, 6)"),
-    "integer mask": ({"attn_mask": _array((5, 17), np.int8)}, TypeError, "attn_mask int8 bool"),
-    "mask too long": (
-        {"attn_mask": _array((5, 18))},
-        ValueError,
-        "attn_mask (5, 18) (2, 4, 5, 17)",
-    ),
-    "lengths": ({"kv_lengths": [3, 18]}, ValueError, "kv_lengths 18 17"),
-    "window": ({"window": (-1, 0)}, ValueError, "window -1"),
-    "offset": ({"query_offset": "start"}, ValueError, "query_offset 'start' 'end'"),
-    "scale": ({"scale": NAN}, ValueError, "scale nan finite"),
-    "softcap": ({"softcap": -1.0}, ValueError, "softcap -1.0"),
-    "number of slopes": ({"alibi_slopes": _array(3)}, ValueError, "alibi_slopes (3,) (4,)"),
-    "number of sinks": ({"sinks": _array(5)}, ValueError, "sinks (5,) (4,)"),
-    "causal as text": ({"is_causal": "yes"}, TypeError, "is_causal 'yes' True False"),
-    "no thread": ({"num_threads": 0}, ValueError, "num_threads 0"),
+    **SCORE_ERRORS,
+    "integer query": ({"query": zeros((2, 4, 5, 6), np.int64)}, TypeError, "query int64 float32"),
+    "number of sinks": ({"sinks": zeros(5)}, ValueError, "sinks (5,) (4,)"),
     # offsets
     "one offset": ({"offsets": 3}, ValueError, "offsets () (offsets,)"),
     "offsets of two axes": ({"offsets": [[1, 2]]}, ValueError, "offsets (1, 2) (offsets,)"),
@@ -928,17 +906,17 @@ ERRORS = {
     "no keys": ({"key_sets": [None]}, TypeError, "key_sets[0] None ints bools"),
     "numbers of two axes": ({"key_sets": [[[0, 1]]]}, ValueError, "key_sets[0] 2 one axis"),
     "number of bools": (
-        {"key_sets": _array((3, 16), bool)},
+        {"key_sets": zeros((3, 16), bool)},
         ValueError,
         "key_sets[0] (16,) (2, 17)",
     ),
     "batch of a set": (
-        {"key_sets": [[0], _array((3, 17), bool)]},
+        {"key_sets": [[0], zeros((3, 17), bool)]},
         ValueError,
         "key_sets[1] (3, 17) (2, 17)",
     ),
     "set per head": (
-        {"key_sets": [_array((2, 4, 17), bool)]},
+        {"key_sets": [zeros((2, 4, 17), bool)]},
         ValueError,
         "key_sets[0] (2, 4, 17)",
     ),
@@ -948,9 +926,9 @@ ERRORS = {
     "ignored fraction": ({"ignore_keys": [1.5]}, TypeError, "ignore_keys float64 ints bools"),
     "ignored as text": ({"ignore_keys": "first"}, TypeError, "ignore_keys first"),
     "ignored of two axes": ({"ignore_keys": [[1, 2]]}, ValueError, "ignore_keys 2 one axis"),
-    "ignored bools": ({"ignore_keys": _array(16, bool)}, ValueError, "ignore_keys (16,) (2, 17)"),
+    "ignored bools": ({"ignore_keys": zeros(16, bool)}, ValueError, "ignore_keys (16,) (2, 17)"),
     "ignored of a wrong batch": (
-        {"ignore_keys": _array((3, 17), bool)},
+        {"ignore_keys": zeros((3, 17), bool)},
         ValueError,
         "ignore_keys (3, 17) (2, 17)",
     ),
@@ -963,7 +941,7 @@ ERRORS = {
 @pytest.mark.parametrize("case", ERRORS)
 def test_error_names_argument_expectation_and_finding(case):
     wrong, error, words = ERRORS[case]
-    valid = {"query": _array((2, 4, 5, 6)), "key": _array((2, 2, 17, 6))}
+    valid = {"query": zeros((2, 4, 5, 6)), "key": zeros((2, 2, 17, 6))}
     with pytest.raises(error) as raised:
         mha_fast.head_statistics(**valid | wrong)
     assert type(raised.value) is error
@@ -976,12 +954,12 @@ def test_error_names_argument_expectation_and_finding(case):
 @pytest.mark.parametrize("argument", ["value", "out", "head_mask", "return_lse", "precision"])
 def test_arguments_that_make_no_sense_here_are_not_taken(argument):
     with pytest.raises(TypeError, match=argument):
-        mha_fast.head_statistics(_array((5, 6)), _array((5, 6)), **{argument: None})
+        mha_fast.head_statistics(zeros((5, 6)), zeros((5, 6)), **{argument: None})
 
 
-@pytest.mark.parametrize("empty", [{"query": _array((2, 4, 0, 6))}, {"key": _array((2, 2, 0, 6))}])
+@pytest.mark.parametrize("empty", [{"query": zeros((2, 4, 0, 6))}, {"key": zeros((2, 2, 0, 6))}])
 def test_empty_axes_are_checked_as_well(empty):
-    arguments = {"query": _array((2, 4, 5, 6)), "key": _array((2, 2, 17, 6)), "key_sets": [[17]]}
+    arguments = {"query": zeros((2, 4, 5, 6)), "key": zeros((2, 2, 17, 6)), "key_sets": [[17]]}
     with pytest.raises(ValueError, match="key_sets"):
         mha_fast.head_statistics(**arguments | empty)
 
