@@ -26,8 +26,8 @@ template <class T> MHA_INLINE vec<T> in_range(vec<T> score, vec<T> key, vec<T> f
     return ((key >= first) & (key < last)) ? score : splat(-infinity<T>);
 }
 
-// Lanes are rows.
-template <class T>
+// Lanes are rows; scores are [key][ROWS].
+template <class T, int ROWS>
 void adjust(void *score_, void *peak_, ptrdiff_t n_row, ptrdiff_t n_key, const mha_adjust *how) {
     T *score = (T *)score_, *peak = (T *)peak_;
     const T *slope = (const T *)how->slope, *distance = (const T *)how->distance, *bias = (const T *)how->bias;
@@ -36,12 +36,12 @@ void adjust(void *score_, void *peak_, ptrdiff_t n_row, ptrdiff_t n_key, const m
     for (ptrdiff_t row = 0; row < n_row; row += lanes<T>) {
         vec<T> highest = splat(-infinity<T>);
         for (ptrdiff_t key = 0; key < n_key; key++) {
-            T *place = score + key * tile_rows<T> + row;
+            T *place = score + key * ROWS + row;
             vec<T> s = load(place) * scale;
             if (softcap != 0) s = soft_capped<T>(s, softcap);
             if (slope) s -= load(slope + row) * magnitude<T>(load(distance + row) - T(key));
             if (bias)
-                s = biased<T>(s, how->bias_row_stride ? load(bias + key * tile_rows<T> + row) : splat(bias[key]));
+                s = biased<T>(s, how->bias_row_stride ? load(bias + key * ROWS + row) : splat(bias[key]));
             if (first) s = in_range<T>(s, splat(T(key)), load(first + row), load(last + row));
             store(place, s);
             highest = larger<T>(highest, s);

@@ -82,8 +82,8 @@ int mask_row(void *bias_, const char *row, ptrdiff_t key_stride, ptrdiff_t n_key
     return mask_holds(bias, n_key);
 }
 
-// [key][row] from up to tile_rows rows; lanes without a row get 0.
-template <class T>
+// [key][ROWS] from up to ROWS rows; lanes without a row get 0.
+template <class T, int ROWS>
 int mask_tile(void *bias_, void *work_, const char *const *row, ptrdiff_t n_row, ptrdiff_t key_stride, ptrdiff_t n_key,
               mha_mask_type type) {
     T *bias = (T *)bias_, *work = (T *)work_;
@@ -98,7 +98,7 @@ int mask_tile(void *bias_, void *work_, const char *const *row, ptrdiff_t n_row,
             vec<T> square[lanes<T>];
             for (int i = 0; i < lanes<T>; i++) square[i] = load(work + i * MHA_KEY_BLOCK + j);
             transpose<T>(square);
-            for (int i = 0; i < lanes<T> && j + i < n_key; i++) store(bias + (j + i) * tile_rows<T> + r, square[i]);
+            for (int i = 0; i < lanes<T> && j + i < n_key; i++) store(bias + (j + i) * ROWS + r, square[i]);
         }
     }
     return holds;

@@ -196,25 +196,25 @@ MHA_INLINE void store_rows(char *const *out, ptrdiff_t offset, vec<T> (&square)[
     }
 }
 
-template <class T, class S>
+template <class T, class S, int ROWS>
 void finish(char *const *out, void *sum_, const void *maximum, const void *total, ptrdiff_t n_row, ptrdiff_t width,
             const mha_finish *how) {
     T *sum = (T *)sum_;
-    T factor[tile_rows<T>] = {};
+    T factor[ROWS] = {};
     finish_factors<T>(factor, maximum, total, n_row, how);
     // Where no key has weight the output is 0, even if 0 * NaN got into the sum.
     for (ptrdiff_t r = 0; r < n_row; r++)
         if (switched_off(r, how) || ((const T *)total)[r] == 0)
-            for (ptrdiff_t d = 0; d < width; d++) sum[d * tile_rows<T> + r] = 0;
+            for (ptrdiff_t d = 0; d < width; d++) sum[d * ROWS + r] = 0;
     for (ptrdiff_t r = 0; r < n_row; r += lanes<T>) {
         const vec<T> f = load(factor + r);
         for (ptrdiff_t d = 0; d < width; d += lanes<T>) {
             vec<T> square[lanes<T>];
             if (d + lanes<T> <= width) {
-                MHA_UNROLL for (int i = 0; i < lanes<T>; i++) square[i] = load(sum + (d + i) * tile_rows<T> + r) * f;
+                MHA_UNROLL for (int i = 0; i < lanes<T>; i++) square[i] = load(sum + (d + i) * ROWS + r) * f;
             } else {
                 for (int i = 0; i < lanes<T>; i++)
-                    square[i] = d + i < width ? load(sum + (d + i) * tile_rows<T> + r) * f : vec<T>{};
+                    square[i] = d + i < width ? load(sum + (d + i) * ROWS + r) * f : vec<T>{};
             }
             store_rows<T, S>(out + r, d, square, n_row - r, width - d);
         }
