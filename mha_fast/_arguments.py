@@ -53,6 +53,7 @@ class Call:
     cu_seqlens_q: Array | None = None
     cu_seqlens_k: Array | None = None
     statistics: Any = None  # what to measure, instead of weights
+    high: bool = False  # precision "high" is enough
 
     @property
     def lse_dtype(self) -> type[np.floating[Any]]:

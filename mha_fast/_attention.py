@@ -133,7 +133,7 @@ def attention(
     (2, 8, 100, 64)
     """
     _checks.flag("return_lse", return_lse)
-    _checks.precision_word(precision)
+    high = _checks.high_is_enough(precision)
     call = _arguments.check(
         query,
         key,
@@ -150,6 +150,7 @@ def attention(
         head_mask,
         num_threads,
     )
+    call.high = high
     return _compute(call, return_lse, out)
 
 
@@ -217,7 +218,7 @@ def attention_varlen(
     (12, 8, 64)
     """
     _checks.flag("return_lse", return_lse)
-    _checks.precision_word(precision)
+    high = _checks.high_is_enough(precision)
     call = _arguments.check_packed(
         query,
         key,
@@ -234,6 +235,7 @@ def attention_varlen(
         head_mask,
         num_threads,
     )
+    call.high = high
     return _compute(call, return_lse, out)
 
 

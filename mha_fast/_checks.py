@@ -91,10 +91,11 @@ def softcap_or_zero(softcap: Any) -> float:
     return result
 
 
-def precision_word(precision: Any) -> None:
-    """Accept the two words."""
+def high_is_enough(precision: Any) -> bool:
+    """Accept the two words; return whether it is the lower one."""
     if precision not in ("highest", "high"):
         raise ValueError(f"precision is {precision!r}; expected 'highest' or 'high'")
+    return bool(precision == "high")
 
 
 def window_bounds(window: Any) -> tuple[int, int]:

@@ -50,6 +50,7 @@ cdef double LOG2_E = 1.44269504088896340736
 include "plan.pxi"
 include "workspace.pxi"
 include "rows.pxi"
+include "matrix_tiles.pxi"
 include "row_tiles.pxi"
 include "few_rows.pxi"
 include "statistics.pxi"
@@ -76,13 +77,14 @@ cdef int team_size(const mha_problem *p, const mha_kernels *k, int wanted) noexc
 cdef inline void run_task(workspace *w, const mha_problem *p, const mha_kernels *k, const plan *work,
                           ptrdiff_t i) noexcept nogil:
     cdef const task *t = &work.tasks[i]
-    cdef ptrdiff_t n_row, next_pair = -1
-    if t.few:
+    cdef ptrdiff_t next_pair = -1, n_row = p.group * queries_of(p, t.pair // p.n_kv_head) - t.start
+    if t.kind == FEW_ROWS:
         attend_few_rows(w, p, k, work, t.pair, t.start)
         if splits_of(p, t.pair // p.n_kv_head) == 1:
             merge_few_rows(w, p, k, work, t.pair)
+    elif t.kind == MATRIX:
+        attend_matrix(w, p, k, work, t.pair, t.start, min(n_row, work.n_matrix_sub * MHA_MATRIX_ROWS))
     else:
-        n_row = p.group * queries_of(p, t.pair // p.n_kv_head) - t.start
         if work.n_together > 1 and i + 1 < work.n_task and work.tasks[i + 1].pair != t.pair:
             next_pair = work.tasks[i + 1].pair
         attend_rows(w, p, k, t.pair, t.start, min(n_row, work.n_sub * k.tile_rows), next_pair)
@@ -95,7 +97,14 @@ cdef inline void join_splits(workspace *w, const mha_problem *p, const mha_kerne
         merge_few_rows(w, p, k, work, pair)
 
 
-cdef int run(const mha_problem *p, const mha_kernels *k, int wanted) except -1:
+cdef inline void run_packing(const mha_problem *p, const plan *work, ptrdiff_t i, ptrdiff_t most) noexcept nogil:
+    """Pack block i % most of pair i // most, if it has so many."""
+    cdef ptrdiff_t pair = i // most, number = i % most
+    if number < blocks_of(p, pair // p.n_kv_head) and kind_of(work, p, pair // p.n_kv_head) == MATRIX:
+        pack_shared_blocks(p, work, pair, number)
+
+
+cdef int run(const mha_problem *p, const mha_kernels *k, const mha_matrix *matrix, int wanted) except -1:
     """Plan, allocate, compute."""
     cdef plan work
     cdef workspace scratch
@@ -103,25 +112,39 @@ cdef int run(const mha_problem *p, const mha_kernels *k, int wanted) except -1:
     cdef char *memory = NULL
     cdef ptrdiff_t i, n_pair = p.n_batch * p.n_kv_head, n_range = ceil_divide(p.n_key, RECEIVED_KEYS)
     cdef int n_thread = team_size(p, k, wanted)
-    cdef size_t size
+    cdef ptrdiff_t most_blocks = ceil_divide(p.n_key, MHA_MATRIX_KEYS)
+    cdef size_t size, shared_size, block_size
     memset(&work, 0, sizeof(work))
+    work.matrix = matrix
+    if matrix != NULL:
+        work.min_rows = matrix.min_rows if matrix_from < 0 else matrix_from
+        work.min_keys = MHA_MATRIX_GROUP if matrix_from < 0 else 1
     count_tasks(&work, p, k, n_thread)
+    block_size = work.key_block_size + work.value_block_size
+    shared_size = work.n_part * work.part_size + work.n_block * block_size
     n_thread = <int>max(min(n_thread, work.n_task), 1)
     size = lay_out(&scratch, NULL, p, k, &work)
     try:
         work.tasks = <task *>malloc(max(work.n_task, 1) * sizeof(task))
-        work.first_part = <ptrdiff_t *>malloc(max(n_pair, 1) * sizeof(ptrdiff_t))
+        work.first_part = <ptrdiff_t *>malloc(max(2 * n_pair, 1) * sizeof(ptrdiff_t) + work.n_block)
         space = <workspace *>malloc(n_thread * sizeof(workspace))
-        memory = <char *>aligned_alloc(64, n_thread * size + work.n_part * work.part_size)
+        memory = <char *>aligned_alloc(64, n_thread * size + shared_size)
         if work.tasks == NULL or work.first_part == NULL or space == NULL or memory == NULL:
             raise MemoryError(f"no memory for {work.n_task} tasks, the workspace of {n_thread} threads of {size} "
-                              f"bytes and {work.n_part} partial results of {work.part_size} bytes")
+                              f"bytes, {work.n_part} partial results of {work.part_size} bytes and {work.n_block} packed "
+                              f"blocks of {block_size} bytes")
+        work.first_block = work.first_part + n_pair
+        work.left_out = <uint8_t *>(work.first_block + n_pair)
         list_tasks(&work, p, k, n_thread)
         work.parts = memory + n_thread * size
+        work.blocks = work.parts + work.n_part * work.part_size
         for i in range(n_thread):
             lay_out(&space[i], memory + i * size, p, k, &work)
         mha_threads_used(n_thread)
         with nogil:
+            if work.n_block > 0:
+                for i in prange(n_pair * most_blocks, schedule="dynamic", chunksize=1, num_threads=n_thread):
+                    run_packing(p, &work, i, most_blocks)
             for i in prange(work.n_task, schedule="dynamic", chunksize=work.n_together, num_threads=n_thread):
                 run_task(&space[threadid()], p, k, &work, i)
             if work.has_splits:
@@ -141,6 +164,17 @@ cdef int run(const mha_problem *p, const mha_kernels *k, int wanted) except -1:
 # ---------------------------------------------------------------------------------------------------- Python's entrance
 
 cdef const mha_isa *chosen = NULL
+cdef ptrdiff_t matrix_from = -1  # rows per key/value head from which on the matrix unit is used; -1: its own choice
+
+
+cdef const mha_matrix *matrix_of(const mha_problem *p, int element, bint high, double scale) noexcept:
+    """The matrix unit, where this call may use it."""
+    if (chosen.matrix == NULL or p.mode != MHA_ATTENTION or not 0 < p.head_width <= MAX_MATRIX_WIDTH
+            or not 0 < p.value_width <= MAX_MATRIX_WIDTH
+            # Beyond, the last parts of small keys, which the unit takes for 0, would show in the logits.
+            or fabs(scale) > 1e12):
+        return NULL
+    return chosen.matrix[element + (4 if high else 0)]
 
 
 cdef void choose_units(mha_problem *p, double scale, size_t item_size) noexcept:
@@ -302,7 +336,7 @@ def attend(call, out, lse, int n_thread):
     p.window_left, p.window_right = call.window
     p.softcap = call.softcap
     choose_units(p, call.scale, k.item_size)
-    run(p, k, n_thread)
+    run(p, k, matrix_of(p, call.element, call.high, call.scale), n_thread)
 
 
 # -------------------------------------------------------------------------------------------- instruction set, threads
@@ -335,6 +369,13 @@ def use_isa(str name):
             chosen = mha_built[i]
 
 
+def use_matrix_from(ptrdiff_t n_row):
+    """Use the matrix unit from so many rows per key/value head on (-1: where it pays); return the setting before."""
+    global matrix_from
+    before, matrix_from = matrix_from, n_row
+    return before
+
+
 def has_openmp():
     """Whether this build runs on more than one thread."""
     return bool(mha_has_openmp())
@@ -355,6 +396,21 @@ def measure_fma_peak(int n_thread=1, ptrdiff_t n_round=300_000):
     with nogil:
         for _ in prange(n_thread, schedule="static", chunksize=1, num_threads=n_thread):
             operations += chosen.multiply_add_rounds(n_round)
+    return operations / (perf_counter() - start) / 1e9
+
+
+def measure_matrix_peak(int n_thread=1, ptrdiff_t n_round=100_000):
+    """GFLOP/s of bfloat16 multiply-adds on the matrix unit; None where there is none."""
+    from time import perf_counter
+    cdef double operations = 0
+    cdef int _
+    if chosen.matrix_rounds == NULL:
+        return None
+    start = perf_counter()
+    mha_threads_used(n_thread)
+    with nogil:
+        for _ in prange(n_thread, schedule="static", chunksize=1, num_threads=n_thread):
+            operations += chosen.matrix_rounds(n_round)
     return operations / (perf_counter() - start) / 1e9
 
 

@@ -1,8 +1,10 @@
 /* Which instruction sets this build has, and which of them this machine can run.  The only file that asks the CPU. */
 #include "kernels.h"
 
-#include <string.h>
-
+#if defined(MHA_HAVE_AMX)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #if defined(MHA_HAVE_AVX2) || defined(MHA_HAVE_AVX512)
 #include <cpuid.h>
 
@@ -15,7 +17,33 @@ static int has_f16c(void)
 }
 #endif
 
-extern const mha_isa mha_isa_baseline, mha_isa_avx2, mha_isa_avx512, mha_isa_neon;
+#if defined(MHA_HAVE_AMX)
+/* Bits of CPUID leaf 7, of its second part, and of XCR0 (Intel SDM, volume 1, chapters 13 and 18). */
+enum { AMX_BF16 = 1 << 22, AMX_TILE = 1 << 24, AVX512_BF16 = 1 << 5, TILE_STATES = 3 << 17 };
+
+static int has_matrix_unit(void)
+{
+    unsigned a, b, c, d, low, high;
+
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & (AMX_BF16 | AMX_TILE)) != (AMX_BF16 | AMX_TILE))
+        return 0;
+    if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a & AVX512_BF16))
+        return 0;
+    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return (low & TILE_STATES) == TILE_STATES;
+}
+
+/* Linux keeps the 8 KB of tile registers for processes that have asked (Documentation/arch/x86/xstate.rst).  It
+ * refuses, for instance, where a signal stack is too small to hold them. */
+static int may_use_tiles(void)
+{
+    enum { REQUEST = 0x1023, TILE_DATA = 18 };
+
+    return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
+}
+#endif
+
+extern const mha_isa mha_isa_baseline, mha_isa_avx2, mha_isa_avx512, mha_isa_amx, mha_isa_neon;
 
 const mha_isa *const mha_built[] = {
 #if defined(__aarch64__)
@@ -29,21 +57,39 @@ const mha_isa *const mha_built[] = {
 #if defined(MHA_HAVE_AVX512)
     &mha_isa_avx512,
 #endif
+#if defined(MHA_HAVE_AMX)
+    &mha_isa_amx,
+#endif
 };
 
 const int mha_n_built = sizeof mha_built / sizeof mha_built[0];
+
+#if defined(MHA_HAVE_AVX512)
+static int has_avx512(void)
+{
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma") &&
+           has_f16c();
+}
+#endif
 
 int mha_runnable(const mha_isa *isa)
 {
 #if defined(MHA_HAVE_AVX2) || defined(MHA_HAVE_AVX512)
     /* The compiler's run-time library also asks the operating system (XGETBV) whether it keeps the wide registers. */
     __builtin_cpu_init();
-    if (strcmp(isa->name, "avx2") == 0)
+#endif
+#if defined(MHA_HAVE_AVX2)
+    if (isa == &mha_isa_avx2)
         return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
-    if (strcmp(isa->name, "avx512") == 0)
-        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
-               __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-               __builtin_cpu_supports("fma") && has_f16c();
+#endif
+#if defined(MHA_HAVE_AVX512)
+    if (isa == &mha_isa_avx512)
+        return has_avx512();
+#endif
+#if defined(MHA_HAVE_AMX)
+    if (isa == &mha_isa_amx)
+        return has_avx512() && has_matrix_unit() && may_use_tiles();
 #endif
     (void)isa;
     return 1;

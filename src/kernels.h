@@ -209,12 +209,75 @@ typedef struct {
     int (*mask_row)(void *bias, const char *row, ptrdiff_t key_stride, ptrdiff_t n_key, mha_mask_type type);
 } mha_kernels;
 
+/* ---- tiles of rows on a matrix unit ----
+ *
+ * Products of bfloat16 parts of numbers.  The unit works beside the vector units, so one function advances a pipeline:
+ * it multiplies for two blocks of scores and does the softmax of a third. */
+
+enum {
+    MHA_MATRIX_ROWS = 32,   /* rows of a sub-tile */
+    MHA_MATRIX_GROUP = 32,  /* keys are packed, and multiplied, in groups of this many */
+    MHA_MATRIX_KEYS = 256,  /* keys per block */
+    MHA_MATRIX_CHUNK = 32   /* features likewise */
+};
+
+/* One sub-tile against one key block: score, weight and sum are [key or feature][MHA_MATRIX_ROWS]. */
+typedef struct {
+    const char *query, *key, *value;  /* packed; key and value from the first group on */
+    ptrdiff_t n_group;
+    int adjusted;                     /* the loop adjusts the scores, and finds their maximum */
+    float *score;
+    char *weight;
+    float *sum, *maximum, *total;     /* of the sub-tile so far */
+    float peak[MHA_MATRIX_ROWS], rescale[MHA_MATRIX_ROWS];
+} mha_stage;
+
+/* Neighbouring stages; NULL where there is none. */
+typedef struct {
+    mha_stage *next;                  /* its scores are computed in this step */
+    mha_stage *now;                   /* its weights */
+    mha_stage *before;                /* its product of weights and values */
+    mha_stage *last;                  /* this product is added to its sum */
+    float *product;
+    float *pending;                   /* where what the unit still holds belongs; `unused` at the beginning */
+    float *unused;                    /* MHA_MATRIX_GROUP x MHA_MATRIX_ROWS numbers that nobody reads */
+    ptrdiff_t query_chunks, value_chunks;
+    double exp_scale;
+} mha_pipeline;
+
+typedef struct {
+    ptrdiff_t n_part;                 /* parts of a number; packed it takes 2 * n_part bytes */
+    ptrdiff_t min_rows;               /* with fewer rows per key/value head the tiles of mha_kernels are faster */
+    void (*begin)(void);              /* on every thread, before and after */
+    void (*end)(void);
+    /* Each packs whole groups and chunks, zeros beyond the end, and returns whether something was left out that the
+     * unit cannot take: Inf, NaN, or so large that products would overflow. */
+    int (*pack_queries)(void *packed, const char *const *row, ptrdiff_t n_row, ptrdiff_t width, double scale);
+    int (*pack_keys)(void *packed, const char *key, ptrdiff_t stride, ptrdiff_t n_key, ptrdiff_t width);
+    int (*pack_values)(void *packed, const char *value, ptrdiff_t stride, ptrdiff_t n_key, ptrdiff_t width);
+    void (*step)(mha_pipeline *pipe);
+    /* Computes the scores of the queries and keys that were left out. */
+    void (*repair_scores)(float *score, const char *const *query, ptrdiff_t n_row, double scale, const char *key,
+                          ptrdiff_t stride, ptrdiff_t n_key, ptrdiff_t width);
+    /* Adds the elements of values that were left out; visible as in values_guarded, or NULL: all are. */
+    void (*add_left_out)(float *sum, const void *weight, const float *visible, const char *value, ptrdiff_t stride,
+                         ptrdiff_t n_key, ptrdiff_t width);
+    /* As in mha_kernels, for MHA_MATRIX_ROWS rows. */
+    void (*adjust)(void *score, void *peak, ptrdiff_t n_row, ptrdiff_t n_key, const mha_adjust *how);
+    int (*mask_tile)(void *bias, void *work, const char *const *row, ptrdiff_t n_row, ptrdiff_t key_stride,
+                     ptrdiff_t n_key, mha_mask_type type);
+    void (*finish)(char *const *out, void *sum, const void *maximum, const void *total, ptrdiff_t n_row,
+                   ptrdiff_t width, const mha_finish *how);
+} mha_matrix;
+
 /* One instruction set. */
 typedef struct {
     const char *name;
-    mha_kernels element[4];           /* by mha_element */
+    const mha_kernels *element;       /* by mha_element */
+    const mha_matrix *const *matrix;  /* by mha_element, then the same for precision "high"; NULL: no matrix unit */
     /* Runs n rounds of independent multiply-adds and returns the operations done: the peak that speed is held against. */
     double (*multiply_add_rounds)(ptrdiff_t n);
+    double (*matrix_rounds)(ptrdiff_t n); /* the same for the matrix unit; NULL: none */
 } mha_isa;
 
 /* dispatch.c: instruction sets of this build, slowest first. */

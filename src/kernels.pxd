@@ -136,10 +136,60 @@ cdef extern from "kernels.h" nogil:
         int (*few_finite)(const char *, ptrdiff_t, ptrdiff_t, ptrdiff_t) noexcept nogil
         int (*mask_row)(void *, const char *, ptrdiff_t, ptrdiff_t, mha_mask_type) noexcept nogil
 
+    enum:
+        MHA_MATRIX_ROWS
+        MHA_MATRIX_GROUP
+        MHA_MATRIX_KEYS
+        MHA_MATRIX_CHUNK
+
+    ctypedef struct mha_stage:
+        const char *query
+        const char *key
+        const char *value
+        ptrdiff_t n_group
+        bint adjusted
+        float *score
+        char *weight
+        float *sum
+        float *maximum
+        float *total
+        float peak[32]
+
+    ctypedef struct mha_pipeline:
+        mha_stage *next
+        mha_stage *now
+        mha_stage *before
+        mha_stage *last
+        float *product
+        float *pending
+        float *unused
+        ptrdiff_t query_chunks, value_chunks
+        double exp_scale
+
+    ctypedef struct mha_matrix:
+        ptrdiff_t n_part, min_rows
+        void (*begin)() noexcept nogil
+        void (*end)() noexcept nogil
+        bint (*pack_queries)(void *, const char *const *, ptrdiff_t, ptrdiff_t, double) noexcept nogil
+        bint (*pack_keys)(void *, const char *, ptrdiff_t, ptrdiff_t, ptrdiff_t) noexcept nogil
+        bint (*pack_values)(void *, const char *, ptrdiff_t, ptrdiff_t, ptrdiff_t) noexcept nogil
+        void (*step)(mha_pipeline *) noexcept nogil
+        void (*repair_scores)(float *, const char *const *, ptrdiff_t, double, const char *, ptrdiff_t, ptrdiff_t,
+                              ptrdiff_t) noexcept nogil
+        void (*add_left_out)(float *, const void *, const float *, const char *, ptrdiff_t, ptrdiff_t,
+                             ptrdiff_t) noexcept nogil
+        void (*adjust)(void *, void *, ptrdiff_t, ptrdiff_t, const mha_adjust *) noexcept nogil
+        int (*mask_tile)(void *, void *, const char *const *, ptrdiff_t, ptrdiff_t, ptrdiff_t,
+                         mha_mask_type) noexcept nogil
+        void (*finish)(char *const *, void *, const void *, const void *, ptrdiff_t, ptrdiff_t,
+                       const mha_finish *) noexcept nogil
+
     ctypedef struct mha_isa:
         const char *name
-        mha_kernels element[4]
+        const mha_kernels *element
+        const mha_matrix *const *matrix
         double (*multiply_add_rounds)(ptrdiff_t) noexcept nogil
+        double (*matrix_rounds)(ptrdiff_t) noexcept nogil
 
     const mha_isa *const mha_built[]
     const int mha_n_built

@@ -1,15 +1,20 @@
 # The plan of a call: its tasks in the order in which they are taken, and the buffer of partial results.
 
+cdef enum task_kind:
+    FEW_ROWS
+    TILES
+    MATRIX
+
 cdef struct task:
     ptrdiff_t pair
     ptrdiff_t start                  # tiles: first row; few rows: number of the key split
     ptrdiff_t cost                   # products of a row and a key, about
-    bint few
+    task_kind kind
 
 cdef struct plan:
     task *tasks
     ptrdiff_t n_task
-    bint has_tiles, has_few, has_splits  # splits: partial results of more than one task to be joined
+    bint has_tiles, has_few, has_matrix, has_splits  # splits: partial results of more than one task to be joined
     ptrdiff_t n_sub                  # sub-tiles of a task of row tiles
     int n_together                   # neighbouring tasks that a thread takes at once
     ptrdiff_t most_splits
@@ -17,6 +22,16 @@ cdef struct plan:
     ptrdiff_t *first_part
     ptrdiff_t n_part, part_size, maximum_at, total_at
     char *parts
+    # the matrix unit, if there is one and this call may use it
+    const mha_matrix *matrix
+    ptrdiff_t min_rows, min_keys     # of a pair that uses it
+    ptrdiff_t n_matrix_sub           # sub-tiles of its tasks
+    ptrdiff_t key_block_size, value_block_size
+    # packed blocks that several tasks read: block i of a pair is number first_block[pair] + i
+    ptrdiff_t *first_block
+    ptrdiff_t n_block                # 0: every task packs for itself
+    char *blocks
+    uint8_t *left_out                # per block, see matrix_block
 
 
 cdef inline ptrdiff_t ceil_divide(ptrdiff_t a, ptrdiff_t b) noexcept nogil:
@@ -29,6 +44,16 @@ cdef inline ptrdiff_t splits_of(const mha_problem *p, ptrdiff_t batch) noexcept 
 
 cdef inline bint takes_few_rows(const mha_problem *p, ptrdiff_t n_row) noexcept nogil:
     return n_row <= MHA_MAX_FEW_ROWS and p.mode == MHA_ATTENTION
+
+
+cdef inline task_kind kind_of(const plan *work, const mha_problem *p, ptrdiff_t batch) noexcept nogil:
+    """Which path the rows of a batch entry take; sizes alone decide, so a sequence gives the same bits in any batch."""
+    cdef ptrdiff_t n_row = p.group * queries_of(p, batch)
+    if takes_few_rows(p, n_row):
+        return FEW_ROWS
+    if work.matrix != NULL and n_row >= work.min_rows and keys_of(p, batch) >= work.min_keys:
+        return MATRIX
+    return TILES
 
 
 cdef ptrdiff_t tile_cost(const mha_problem *p, ptrdiff_t batch, ptrdiff_t row, ptrdiff_t n_row) noexcept nogil:
@@ -50,30 +75,34 @@ cdef int heavy_first(const void *a, const void *b) noexcept nogil:
 
 
 cdef void count_tasks(plan *work, const mha_problem *p, const mha_kernels *k, int n_thread) noexcept nogil:
-    """How many tasks and partial results there are, and how large a task of row tiles is."""
-    cdef ptrdiff_t batch, n_row, most_few = 0
+    """How many tasks and partial results there are, and how large the tasks of each kind are."""
+    cdef ptrdiff_t batch, n_row, most_few = 0, n_tile_task
+    cdef task_kind kind
     work.n_sub = MAX_SUB_TILES
     # Wide heads get smaller tasks, so that a task stays in the cache, and few tasks become more, so that every thread
     # gets some.
     while work.n_sub > 1 and work.n_sub * k.tile_rows * (p.head_width + p.value_width) * k.item_size > 1 << 20:
         work.n_sub //= 2
     while True:
-        work.n_task = work.n_part = 0
+        n_tile_task = work.n_part = 0
         for batch in range(p.n_batch):
             n_row = p.group * queries_of(p, batch)
             if n_row == 0:
                 continue
-            if takes_few_rows(p, n_row):
+            kind = kind_of(work, p, batch)
+            if kind == FEW_ROWS:
                 most_few = max(most_few, n_row)
                 work.most_splits = max(work.most_splits, splits_of(p, batch))
                 work.n_part += p.n_kv_head * splits_of(p, batch)
+            elif kind == MATRIX:
+                work.has_matrix = True
             else:
                 work.has_tiles = True
-                work.n_task += p.n_kv_head * ceil_divide(n_row, work.n_sub * k.tile_rows)
-        work.n_task += work.n_part
-        if work.n_sub == 1 or work.n_task >= 4 * n_thread or not work.has_tiles:
+                n_tile_task += p.n_kv_head * ceil_divide(n_row, work.n_sub * k.tile_rows)
+        if work.n_sub == 1 or n_tile_task + work.n_part >= 4 * n_thread or not work.has_tiles:
             break
         work.n_sub //= 2
+    work.n_task = n_tile_task + work.n_part
     work.has_few = most_few > 0
     work.has_splits = work.most_splits > 1
     work.maximum_at = most_few * padded(k, p.value_width) * k.item_size
@@ -81,11 +110,14 @@ cdef void count_tasks(plan *work, const mha_problem *p, const mha_kernels *k, in
     work.part_size = (work.total_at + most_few * k.item_size + 63) // 64 * 64
     if not work.has_tiles:
         work.n_sub = 1
+    if work.has_matrix:
+        size_matrix_tasks(work, p, n_thread)
 
 
 cdef void list_tasks(plan *work, const mha_problem *p, const mha_kernels *k, int n_thread) noexcept nogil:
     """Fill in the tasks: pair by pair where all are alike, otherwise the heaviest first."""
-    cdef ptrdiff_t pair, batch, n_row, start, task_rows = work.n_sub * k.tile_rows
+    cdef ptrdiff_t pair, batch, n_row, start, task_rows, n_block = 0
+    cdef task_kind kind
     cdef task *t = work.tasks
     cdef bint alike = (p.mask_type == MHA_NO_MASK and p.query_length == NULL and p.key_length == NULL
                        and p.window_left >= UNBOUNDED and p.window_right >= UNBOUNDED)
@@ -93,21 +125,24 @@ cdef void list_tasks(plan *work, const mha_problem *p, const mha_kernels *k, int
     for pair in range(p.n_batch * p.n_kv_head):
         batch = pair // p.n_kv_head
         n_row = p.group * queries_of(p, batch)
-        work.first_part[pair] = work.n_part
+        work.first_part[pair], work.first_block[pair] = work.n_part, n_block
         if n_row == 0:
             continue
-        if takes_few_rows(p, n_row):
+        kind = kind_of(work, p, batch)
+        if kind == MATRIX:
+            n_block += blocks_of(p, batch)
+        if kind == FEW_ROWS:
             for start in range(splits_of(p, batch)):
-                t[0] = task(pair, start, n_row * min(keys_of(p, batch) - start * MHA_KEY_SPLIT, MHA_KEY_SPLIT), True)
+                t[0] = task(pair, start, n_row * min(keys_of(p, batch) - start * MHA_KEY_SPLIT, MHA_KEY_SPLIT), kind)
                 t += 1
             work.n_part += splits_of(p, batch)
         else:
-            start = 0
+            start, task_rows = 0, work.n_sub * k.tile_rows if kind == TILES else work.n_matrix_sub * MHA_MATRIX_ROWS
             while start < n_row:
-                t[0] = task(pair, start, tile_cost(p, batch, start, min(task_rows, n_row - start)), False)
+                t[0] = task(pair, start, tile_cost(p, batch, start, min(task_rows, n_row - start)), kind)
                 t += 1
                 start += task_rows
-    if not alike and work.has_tiles:
+    if not alike and (work.has_tiles or work.has_matrix):
         qsort(work.tasks, work.n_task, sizeof(task), heavy_first)
     # Several heads in a row, where there are many alike, so that a thread can fetch its next head ahead.
     work.n_together = 4 if alike and work.has_tiles and work.n_task >= 32 * n_thread else 1

@@ -2,6 +2,7 @@
 
 cdef enum:
     MAX_SUB_TILES = 4     # sub-tiles that share a key block while it is in the cache
+    MAX_MATRIX_SUB_TILES = 32
     MAX_ROWS = 64         # MHA_MAX_ROWS; struct members need a literal
 
 assert MAX_ROWS == MHA_MAX_ROWS
@@ -30,9 +31,10 @@ cdef struct sub_tile:
     mha_moments sums                 # statistics, and the scores at the offsets asked for: [row][offset]
     int64_t best_key[MAX_ROWS]
     double *offset_score
+    bint left_out                    # queries that the matrix unit cannot take
 
 cdef struct workspace:
-    sub_tile sub[MAX_SUB_TILES]
+    sub_tile *sub
     void *score
     void *peak
     void *rescale
@@ -48,6 +50,12 @@ cdef struct workspace:
     void *distance
     void *first
     void *last
+    # the matrix unit: stages in a ring, and key blocks that a task packs for itself, in turn
+    mha_stage stage[4]
+    mha_pipeline pipe
+    ptrdiff_t n_stage
+    char *own_block[2]
+    ptrdiff_t last_stage[2]          # number of the last stage that reads an own block
 
 cdef struct arena:
     size_t base, used
@@ -70,20 +78,30 @@ cdef size_t lay_out(workspace *w, void *base, const mha_problem *p, const mha_ke
     cdef ptrdiff_t n_row = max(k.tile_rows if work.has_tiles else 0, MHA_MAX_FEW_ROWS if work.has_few else 0)
     cdef ptrdiff_t n_score = max(k.tile_rows * MHA_KEY_BLOCK if work.has_tiles else 0,
                                  MHA_MAX_FEW_ROWS * MHA_KEY_SPLIT if work.has_few else 0)
-    cdef ptrdiff_t i
+    cdef ptrdiff_t i, n_sub = max(work.n_sub, work.n_matrix_sub), packed_size, sum_size
+    cdef sub_tile unplaced
+    cdef sub_tile *s
     a.base, a.used = <size_t>base, 0
-    for i in range(work.n_sub):
-        w.sub[i].packed = take(&a, n_row * padded(k, p.head_width) * k.item_size)
-        w.sub[i].sum = take(&a, n_row * padded(k, p.value_width) * k.item_size)
-        w.sub[i].maximum = take(&a, n_row * k.item_size)
-        w.sub[i].total = take(&a, n_row * k.item_size)
-        w.sub[i].factor = take(&a, n_row * k.item_size)
+    packed_size = n_row * padded(k, p.head_width) * k.item_size
+    sum_size = n_row * padded(k, p.value_width) * k.item_size
+    if work.has_matrix:
+        n_row = max(n_row, MHA_MATRIX_ROWS)
+        n_score = max(n_score, MHA_MATRIX_ROWS * MHA_MATRIX_KEYS)
+        packed_size = max(packed_size, MHA_MATRIX_ROWS * matrix_row_size(work, p.head_width))
+        sum_size = max(sum_size, MHA_MATRIX_ROWS * chunks_of(p.value_width) * MHA_MATRIX_CHUNK * sizeof(float))
+    w.sub = <sub_tile *>take(&a, n_sub * sizeof(sub_tile))
+    for i in range(n_sub):
+        s = &w.sub[i] if base != NULL else &unplaced
+        s.packed = take(&a, packed_size)
+        s.sum = take(&a, sum_size)
+        s.maximum = take(&a, n_row * k.item_size)
+        s.total = take(&a, n_row * k.item_size)
+        s.factor = take(&a, n_row * k.item_size)
         if p.mode == MHA_STATISTICS:
-            w.sub[i].sums = mha_moments(w.sub[i].maximum, w.sub[i].total, take(&a, n_row * k.item_size),
-                                        take(&a, n_row * k.item_size), take(&a, p.n_set * n_row * k.item_size),
-                                        take(&a, n_row * k.item_size), take(&a, n_row * k.item_size),
-                                        &w.sub[i].best_key[0], p.n_set)
-            w.sub[i].offset_score = <double *>take(&a, p.n_offset * n_row * sizeof(double))
+            s.sums = mha_moments(s.maximum, s.total, take(&a, n_row * k.item_size), take(&a, n_row * k.item_size),
+                                 take(&a, p.n_set * n_row * k.item_size), take(&a, n_row * k.item_size),
+                                 take(&a, n_row * k.item_size), &s.best_key[0], p.n_set)
+            s.offset_score = <double *>take(&a, p.n_offset * n_row * sizeof(double))
     w.score = take(&a, n_score * k.item_size)
     w.bias = take(&a, n_score * k.item_size)
     w.visible = take(&a, n_score * k.item_size)
@@ -98,6 +116,8 @@ cdef size_t lay_out(workspace *w, void *base, const mha_problem *p, const mha_ke
     if k.widen != NULL and work.has_tiles:
         w.key_tile = take(&a, MHA_KEY_BLOCK * padded(k, p.head_width) * k.item_size)
         w.value_tile = take(&a, MHA_KEY_BLOCK * padded(k, p.value_width) * k.item_size)
+    if work.has_matrix:
+        place_pipeline(w, &a, p, work)
     return a.used
 
 

@@ -12,7 +12,7 @@ from _fuzz_cache import check_cache
 from _fuzz_cases import finfo
 from _fuzz_layouts import awkward, compact
 from _fuzz_merge import attention_in_parts
-from _support import WIDER, assert_same_bits, using_isa
+from _support import WIDER, assert_same_bits, using_isa, weight_rounding
 
 import mha_fast
 
@@ -192,6 +192,8 @@ def _compare(case, result, report, number):
         rounding = _half_ulp(right[0], case.dtype)
         if case.entry == "merge_attention":  # of each part, and of the whole
             rounding = rounding + _half_ulp(_largest(case.arrays["value"]), case.dtype)
+    error = weight_rounding(case.dtype)
+    out_floor, lse_floor = out_floor + 2 * error * _value_size(case), lse_floor + error
     _assert_near("out", out, right[0], same[0], out_floor, rounding, number, report)
     _assert_near("lse", lse, right[1], same[1], lse_floor, 0, number, report)
 
@@ -204,10 +206,13 @@ def _floor(case, dtype, right):
     """What rounding may do to output and lse although it did nothing to NumPy, by luck."""
     eps, smallest = float(np.finfo(dtype).eps), float(np.finfo(dtype).smallest_subnormal)
     logit = _largest_part_of_a_logit(case)
-    value = _largest(case.arrays.get("value", 1.0))
-    value *= max(1.0, _largest(case.options.get("head_mask", 1.0)))
-    out = FLOOR * eps * value * (1 + logit) + FLOOR * smallest
+    out = FLOOR * eps * _value_size(case) * (1 + logit) + FLOOR * smallest
     return out, FLOOR * eps * (1 + logit + _largest(right[1]))
+
+
+def _value_size(case):
+    size = _largest(case.arrays.get("value", 1.0))
+    return size * max(1.0, _largest(case.options.get("head_mask", 1.0)))
 
 
 def _largest_part_of_a_logit(case):

@@ -16,6 +16,17 @@ DTYPES = (np.float32, np.float64)
 # A result is judged against the formula in a wider dtype than its own.
 WIDER = {np.float32: np.float64, np.float64: np.longdouble}
 
+# The matrix unit is for long calls. With this behind the name of its instruction set it takes all
+# that are not for the path of few rows, so that small tests go through it too.
+_ALL_SIZES = ", all sizes"
+
+# Every way that arithmetic can be done on this machine, as `using_isa` takes it.
+ISAS = tuple(
+    name + sizes
+    for name in _core.available_isas()
+    for sizes in (("", _ALL_SIZES) if name == "amx" else ("",))
+)
+
 # Options that change how a result is computed or handed over, but not its value.
 _NOT_IN_THE_FORMULA = {"return_lse", "out", "num_threads", "precision"}
 
@@ -62,12 +73,12 @@ def expected(query, key, value, attn_mask=None, **options):
     same = reference._attention_in(dtype, query, key, value, attn_mask, **formula)
     ulp = 4 * np.finfo(dtype).eps
     gates = options.get("head_mask")
-    out_unit = _largest(value) * (1.0 if gates is None else max(1.0, _largest(gates)))
+    out_unit = largest(value) * (1.0 if gates is None else max(1.0, largest(gates)))
     return Expected(
         out,
         lse,
         2 * _distance(same[0], out) + ulp * out_unit,
-        2 * _distance(same[1], lse) + ulp * max(1.0, _largest(lse)),
+        2 * _distance(same[1], lse) + ulp * max(1.0, largest(lse)),
     )
 
 
@@ -125,11 +136,21 @@ def assert_same_bits(result, right):
 def using_isa(name):
     """Let the kernel use the named instruction set, and put the one before back."""
     before = _core.isa()
-    _core.use_isa(name)
+    _core.use_isa(name.removesuffix(_ALL_SIZES))
+    rows_before = _core.use_matrix_from(0 if name.endswith(_ALL_SIZES) else -1)
     try:
         yield
     finally:
         _core.use_isa(before)
+        _core.use_matrix_from(rows_before)
+
+
+def weight_rounding(dtype):
+    """Largest relative error that weights have on top of that of their arithmetic.
+
+    The matrix unit multiplies weights as bfloat16 numbers where the values are such numbers.
+    """
+    return 2.0**-9 if _core.isa() == "amx" and np.dtype(dtype).name == "bfloat16" else 0.0
 
 
 def run_python(code, folder, **environment):
@@ -152,10 +173,10 @@ def _rms(x):
 def _distance(a, b):
     """Largest finite difference of two arrays."""
     with np.errstate(invalid="ignore"):  # inf - inf
-        return _largest(a - b)
+        return largest(a - b)
 
 
-def _largest(x):
+def largest(x):
     """Largest finite magnitude in `x`, 0 where there is none."""
     magnitude = np.abs(np.asarray(x))
     return magnitude[np.isfinite(magnitude)].max(initial=0)

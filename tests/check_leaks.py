@@ -16,9 +16,9 @@ sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != RO
 import numpy as np
 from _fuzz_cases import draw_case
 from _fuzz_checks import call
+from _support import ISAS
 
 import mha_fast
-from mha_fast import _core
 
 # A leak shows in every window of rounds; caches of NumPy and the interpreter that fill up do not.
 N_WINDOW, N_ROUND = 3, 20
@@ -37,7 +37,7 @@ def main():
     allocated_bytes.restype = ctypes.c_size_t
     if _growth(allocated_bytes, lambda: libc.malloc(16)) < LIMIT:
         sys.exit("16 bytes a round went unnoticed: this check is blind")
-    cases = [draw_case(0, number, _core.available_isas()) for number in range(200)]
+    cases = [draw_case(0, number, ISAS) for number in range(200)]
     growth = {
         "calls": _growth(allocated_bytes, lambda: [call(case) for case in cases]),
         "wrong arguments": _growth(allocated_bytes, _wrong_arguments),

@@ -15,9 +15,7 @@ sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != TE
 # The tests import what they share from _support.py, whatever pytest's import mode.
 sys.path.insert(0, str(TESTS))
 
-from _support import using_isa
-
-from mha_fast import _core
+from _support import ISAS, using_isa
 
 # Derandomized by default, so that the suite says the same on every machine and every day;
 # HYPOTHESIS_PROFILE=explore goes looking for new inputs.
@@ -29,7 +27,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 # The instruction sets that cannot run here are reported once, by test_isa_choice.py, instead of
 # once per test.
-@pytest.fixture(params=_core.available_isas())
+@pytest.fixture(params=ISAS)
 def isa(request):
     """Name of an instruction set; the kernel uses it until the test ends."""
     with using_isa(request.param):

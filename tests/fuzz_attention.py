@@ -27,9 +27,9 @@ sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != RO
 
 from _fuzz_cases import draw_case, entries
 from _fuzz_checks import Report, check, reduced
+from _support import ISAS
 
 import mha_fast
-from mha_fast import _core
 
 N_CASE = 20000
 
@@ -37,7 +37,7 @@ N_CASE = 20000
 def main(arguments=None):
     """Run the command; return the exit status."""
     options = _parser().parse_args(arguments)
-    isas = options.isa or _core.available_isas()
+    isas = options.isa or ISAS
     print(f"mha_fast {mha_fast.__version__} in {Path(mha_fast.__file__).parent}")
     print(f"seed {options.seed}; {', '.join(isas)}; {', '.join(dict.fromkeys(entries()))}")
     start, report, n_case, n_finding = time.monotonic(), Report(), 0, 0
@@ -88,7 +88,7 @@ def _parser():
     parser.add_argument("--start", type=int, default=0, metavar="CASE", help="number of the first")
     parser.add_argument("--case", type=int, help="only the case of this number")
     parser.add_argument("--entry", choices=dict.fromkeys(entries()), help="only this entry point")
-    parser.add_argument("--isa", action="append", choices=_core.available_isas())
+    parser.add_argument("--isa", action="append", choices=ISAS)
     parser.add_argument("--max-findings", type=int, default=20, help="stop after so many")
     return parser
 

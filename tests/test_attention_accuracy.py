@@ -204,6 +204,9 @@ def test_smallest_weight_still_counts(dtype, score, big, tolerance, path, isa):
     key[..., 0, 0], value[..., 0, 0] = 0, 0
     key[..., 100, 0], value[..., 100, 0] = score, big
     out = mha_fast.attention(query, key, value, scale=1.0)
+    if isa == "amx, all sizes" and dtype == np.float32 and path == "tiles":
+        # The lower parts of such a weight are subnormal: the unit takes them for 0.
+        tolerance = 2.0**-8
     np.testing.assert_allclose(out, big * np.exp(score), rtol=tolerance)
 
 

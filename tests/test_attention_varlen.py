@@ -172,7 +172,9 @@ def test_result_does_not_depend_on_what_is_returned_beside_it(name, isa):
     assert_same_bits(mha_fast.attention_varlen(**packed, **options), out)
     assert mha_fast.attention_varlen(**packed, **options, out=given) is given
     assert_same_bits(given, out)
-    assert_same_bits(mha_fast.attention_varlen(**packed, **options, precision="high"), out)
+    # 2^-16 per product, see the test of `attention` with this precision
+    high = mha_fast.attention_varlen(**packed, **options, precision="high")
+    np.testing.assert_allclose(high, out, rtol=0, atol=100 * 2.0**-16)
 
 
 def test_grouped_heads_with_empty_sequences_and_read_only_boundaries(isa):

@@ -6,15 +6,15 @@ is judged here by numbers that do not come from a program.
 
 import numpy as np
 import pytest
-from _support import DTYPES, using_isa
+from _support import DTYPES, ISAS, using_isa
 
 import mha_fast
-from mha_fast import _core, reference
+from mha_fast import reference
 
 INF = np.inf
 
 
-@pytest.fixture(params=["reference", *_core.available_isas()])
+@pytest.fixture(params=["reference", *ISAS])
 def attend(request):
     """The reference, and the kernel once per instruction set."""
     if request.param == "reference":

@@ -3,6 +3,7 @@
 //   MHA_ISA_NAMESPACE   where everything else lives, inside an unnamed namespace
 #include "few_rows.h"
 #include "mask.h"
+#include "peak.h"
 #include "row_tile.h"
 #include "statistics.h"
 
@@ -46,21 +47,6 @@ template <class T, class S> constexpr mha_kernels kernels(decltype(mha_kernels::
 static_assert(tile_rows<float> <= MHA_MAX_ROWS, "the loop sizes its row arrays by MHA_MAX_ROWS");
 static_assert(MHA_KEY_BLOCK % lanes<float> == 0 && MHA_KEY_SPLIT % lanes<float> == 0, "score rows are whole vectors");
 
-// More chains than latency times ports, so that throughput is what limits.
-double multiply_add_rounds(ptrdiff_t n) {
-    constexpr int n_chain = MHA_ACCUMULATORS < 16 ? MHA_ACCUMULATORS : 16;
-    vec<float> chain[n_chain];
-    MHA_UNROLL for (int i = 0; i < n_chain; i++) chain[i] = splat(float(i) * 0.01f);
-    for (ptrdiff_t round = 0; round < n; round++) {
-        MHA_UNROLL for (int i = 0; i < n_chain; i++) chain[i] = chain[i] * 0.999f + 0.001f;
-    }
-    vec<float> sum = {};
-    MHA_UNROLL for (int i = 0; i < n_chain; i++) sum += chain[i];
-    volatile float keep = lane_sum<float>(sum);
-    (void)keep;
-    return double(n) * n_chain * lanes<float> * 2;
-}
-
 }  // namespace MHA_ISA_NAMESPACE
 }  // namespace
 
@@ -69,15 +55,20 @@ double multiply_add_rounds(ptrdiff_t n) {
 #define MHA_TEXT_(a) #a
 #define MHA_TEXT(a) MHA_TEXT_(a)
 
+// Named by instruction set: another one may take its tables from here.
+extern "C" const mha_kernels MHA_JOIN(mha_kernels_, MHA_ISA)[] = {
+    MHA_ISA_NAMESPACE::kernels<float, float>(nullptr),
+    MHA_ISA_NAMESPACE::kernels<double, double>(nullptr),
+    MHA_ISA_NAMESPACE::kernels<float, MHA_ISA_NAMESPACE::float16>(
+        MHA_ISA_NAMESPACE::widen<float, MHA_ISA_NAMESPACE::float16>),
+    MHA_ISA_NAMESPACE::kernels<float, MHA_ISA_NAMESPACE::bfloat16>(
+        MHA_ISA_NAMESPACE::widen<float, MHA_ISA_NAMESPACE::bfloat16>),
+};
+
 extern "C" const mha_isa MHA_JOIN(mha_isa_, MHA_ISA) = {
     MHA_TEXT(MHA_ISA),
-    {
-        MHA_ISA_NAMESPACE::kernels<float, float>(nullptr),
-        MHA_ISA_NAMESPACE::kernels<double, double>(nullptr),
-        MHA_ISA_NAMESPACE::kernels<float, MHA_ISA_NAMESPACE::float16>(
-            MHA_ISA_NAMESPACE::widen<float, MHA_ISA_NAMESPACE::float16>),
-        MHA_ISA_NAMESPACE::kernels<float, MHA_ISA_NAMESPACE::bfloat16>(
-            MHA_ISA_NAMESPACE::widen<float, MHA_ISA_NAMESPACE::bfloat16>),
-    },
+    MHA_JOIN(mha_kernels_, MHA_ISA),
+    nullptr,
     MHA_ISA_NAMESPACE::multiply_add_rounds,
+    nullptr,
 };

@@ -1,0 +1,72 @@
+// The instruction set "amx": the tables of AVX-512, and beside them the matrix unit.
+#define MHA_ISA_NAMESPACE mha_amx
+#include "left_out.h"
+#include "mask.h"
+#include "matrix_tile.h"
+#include "peak.h"
+#include "row_tile.h"
+
+namespace {
+namespace MHA_ISA_NAMESPACE {
+
+// S lies in memory; a number times a number takes N_PRODUCT products of parts.
+template <class S, int N_PRODUCT> constexpr mha_matrix matrix(ptrdiff_t min_rows) {
+    constexpr int n_part = products<N_PRODUCT>::n_part;
+    return {
+        n_part,
+        min_rows,
+        begin_tiles,
+        end_tiles,
+        pack_queries<S, N_PRODUCT>,
+        pack_keys<S, N_PRODUCT>,
+        pack_values<S, N_PRODUCT>,
+        step<N_PRODUCT>,
+        repair_scores<S>,
+        add_left_out<S, n_part>,
+        adjust<float, MHA_MATRIX_ROWS>,
+        mask_tile<float, MHA_MATRIX_ROWS>,
+        finish<float, S, MHA_MATRIX_ROWS>,
+    };
+}
+
+constexpr mha_matrix float32_highest = matrix<float, 6>(256), float32_high = matrix<float, 3>(128),
+                     float16_any = matrix<float16, 6>(256), bfloat16_any = matrix<bfloat16, 1>(64);
+
+constexpr const mha_matrix *matrices[] = {
+    &float32_highest, nullptr, &float16_any, &bfloat16_any,  // precision "highest"
+    &float32_high,    nullptr, &float16_any, &bfloat16_any,  // "high"
+};
+
+double matrix_rounds(ptrdiff_t n) {
+    begin_tiles();
+    clear_tile<0>(), clear_tile<1>(), clear_tile<2>(), clear_tile<3>();
+    // Zeros are multiplied faster than numbers: the unit draws less power.
+    alignas(64) uint16_t numbers[tile_numbers];
+    uint32_t state = 1;
+    for (int i = 0; i < tile_numbers; i++) {
+        state = state * 1664525 + 1013904223;  // Numerical Recipes; any noise will do
+        numbers[i] = uint16_t(0x3f80 | (state >> 16 & 0x807f));
+    }
+    load_tile<4>(numbers, 64), load_tile<5>(numbers, 64), load_tile<6>(numbers, 64), load_tile<7>(numbers, 64);
+    for (ptrdiff_t i = 0; i < n; i++) {
+        add_product<0, 4, 6>();
+        add_product<1, 4, 7>();
+        add_product<2, 5, 6>();
+        add_product<3, 5, 7>();
+    }
+    end_tiles();
+    return double(n) * 4 * 2 * tile_edge * tile_edge * tile_depth;
+}
+
+}  // namespace MHA_ISA_NAMESPACE
+}  // namespace
+
+extern "C" const mha_kernels mha_kernels_avx512[];
+
+extern "C" const mha_isa mha_isa_amx = {
+    "amx",
+    mha_kernels_avx512,
+    MHA_ISA_NAMESPACE::matrices,
+    MHA_ISA_NAMESPACE::multiply_add_rounds,
+    MHA_ISA_NAMESPACE::matrix_rounds,
+};
