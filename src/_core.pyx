@@ -97,11 +97,31 @@ cdef inline void join_splits(workspace *w, const mha_problem *p, const mha_kerne
         merge_few_rows(w, p, k, work, pair)
 
 
-cdef inline void run_packing(const mha_problem *p, const plan *work, ptrdiff_t i, ptrdiff_t most) noexcept nogil:
-    """Pack block i % most of pair i // most, if it has so many."""
-    cdef ptrdiff_t pair = i // most, number = i % most
-    if number < blocks_of(p, pair // p.n_kv_head) and kind_of(work, p, pair // p.n_kv_head) == MATRIX:
-        pack_shared_blocks(p, work, pair, number)
+# The memory of the last call, for the next one.  Fresh pages cost more than what is written into them: at 2048 keys they
+# took a third of a call's time.
+cdef char *spare = NULL
+cdef size_t spare_size = 0
+cdef size_t MOST_SPARE = 64 << 20
+
+
+cdef char *take_memory(size_t *size) noexcept:
+    """At least `size` bytes, and how many these are; NULL if there are none."""
+    global spare, spare_size
+    cdef char *memory = spare
+    if memory != NULL and spare_size >= size[0]:
+        size[0], spare, spare_size = spare_size, NULL, 0
+        return memory
+    return <char *>aligned_alloc(64, size[0])
+
+
+cdef void give_back_memory(char *memory, size_t size) noexcept:
+    """Keep the larger of this memory and what is kept already."""
+    global spare, spare_size
+    if size <= spare_size or size > MOST_SPARE:
+        free(memory)
+        return
+    free(spare)
+    spare, spare_size = memory, size
 
 
 cdef int run(const mha_problem *p, const mha_kernels *k, const mha_matrix *matrix, int wanted) except -1:
@@ -112,39 +132,30 @@ cdef int run(const mha_problem *p, const mha_kernels *k, const mha_matrix *matri
     cdef char *memory = NULL
     cdef ptrdiff_t i, n_pair = p.n_batch * p.n_kv_head, n_range = ceil_divide(p.n_key, RECEIVED_KEYS)
     cdef int n_thread = team_size(p, k, wanted)
-    cdef ptrdiff_t most_blocks = ceil_divide(p.n_key, MHA_MATRIX_KEYS)
-    cdef size_t size, shared_size, block_size
+    cdef size_t size, memory_size = 0
     memset(&work, 0, sizeof(work))
     work.matrix = matrix
     if matrix != NULL:
         work.min_rows = matrix.min_rows if matrix_from < 0 else matrix_from
         work.min_keys = MHA_MATRIX_GROUP if matrix_from < 0 else 1
     count_tasks(&work, p, k, n_thread)
-    block_size = work.key_block_size + work.value_block_size
-    shared_size = work.n_part * work.part_size + work.n_block * block_size
     n_thread = <int>max(min(n_thread, work.n_task), 1)
     size = lay_out(&scratch, NULL, p, k, &work)
     try:
         work.tasks = <task *>malloc(max(work.n_task, 1) * sizeof(task))
-        work.first_part = <ptrdiff_t *>malloc(max(2 * n_pair, 1) * sizeof(ptrdiff_t) + work.n_block)
+        work.first_part = <ptrdiff_t *>malloc(max(n_pair, 1) * sizeof(ptrdiff_t))
         space = <workspace *>malloc(n_thread * sizeof(workspace))
-        memory = <char *>aligned_alloc(64, n_thread * size + shared_size)
+        memory_size = n_thread * size + work.n_part * work.part_size
+        memory = take_memory(&memory_size)
         if work.tasks == NULL or work.first_part == NULL or space == NULL or memory == NULL:
             raise MemoryError(f"no memory for {work.n_task} tasks, the workspace of {n_thread} threads of {size} "
-                              f"bytes, {work.n_part} partial results of {work.part_size} bytes and {work.n_block} packed "
-                              f"blocks of {block_size} bytes")
-        work.first_block = work.first_part + n_pair
-        work.left_out = <uint8_t *>(work.first_block + n_pair)
+                              f"bytes and {work.n_part} partial results of {work.part_size} bytes")
         list_tasks(&work, p, k, n_thread)
         work.parts = memory + n_thread * size
-        work.blocks = work.parts + work.n_part * work.part_size
         for i in range(n_thread):
             lay_out(&space[i], memory + i * size, p, k, &work)
         mha_threads_used(n_thread)
         with nogil:
-            if work.n_block > 0:
-                for i in prange(n_pair * most_blocks, schedule="dynamic", chunksize=1, num_threads=n_thread):
-                    run_packing(p, &work, i, most_blocks)
             for i in prange(work.n_task, schedule="dynamic", chunksize=work.n_together, num_threads=n_thread):
                 run_task(&space[threadid()], p, k, &work, i)
             if work.has_splits:
@@ -157,7 +168,8 @@ cdef int run(const mha_problem *p, const mha_kernels *k, const mha_matrix *matri
         free(work.tasks)
         free(work.first_part)
         free(space)
-        free(memory)
+        if memory != NULL:
+            give_back_memory(memory, memory_size)
     return 0
 
 

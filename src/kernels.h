@@ -216,16 +216,25 @@ typedef struct {
 
 enum {
     MHA_MATRIX_ROWS = 32,   /* rows of a sub-tile */
+    MHA_MATRIX_MOST_GROUPS = 16, /* of keys in a block */
     MHA_MATRIX_GROUP = 32,  /* keys are packed, and multiplied, in groups of this many */
-    MHA_MATRIX_KEYS = 256,  /* keys per block */
+    MHA_MATRIX_PIECE = 256, /* keys of a stage with float32 scores, at most */
     MHA_MATRIX_CHUNK = 32   /* features likewise */
 };
+
+/* What packing reports. */
+typedef struct {
+    int left_out;                     /* something that the unit cannot take: Inf, NaN, or too large a number */
+    /* Largest square of a row's norm in each group of keys, or of the queries: for short_scores. */
+    float square_norm[MHA_MATRIX_MOST_GROUPS];
+} mha_packed;
 
 /* One sub-tile against one key block: score, weight and sum are [key or feature][MHA_MATRIX_ROWS]. */
 typedef struct {
     const char *query, *key, *value;  /* packed; key and value from the first group on */
-    ptrdiff_t n_group;
+    ptrdiff_t n_row, n_group;
     int adjusted;                     /* the loop adjusts the scores, and finds their maximum */
+    int short_scores;                 /* they are not adjusted and so small that 16 bits hold them */
     float *score;
     char *weight;
     float *sum, *maximum, *total;     /* of the sub-tile so far */
@@ -240,21 +249,23 @@ typedef struct {
     mha_stage *last;                  /* this product is added to its sum */
     float *product;
     float *pending;                   /* where what the unit still holds belongs; `unused` at the beginning */
-    float *unused;                    /* MHA_MATRIX_GROUP x MHA_MATRIX_ROWS numbers that nobody reads */
+    float *unused;                    /* room for a group of scores that nobody reads */
+    float *passing;                   /* room for the three groups of short scores that are on their way */
     ptrdiff_t query_chunks, value_chunks;
     double exp_scale;
 } mha_pipeline;
 
 typedef struct {
     ptrdiff_t n_part;                 /* parts of a number; packed it takes 2 * n_part bytes */
+    ptrdiff_t block_keys;             /* keys per block, and so of a stage with short scores at most */
+    double most_short;                /* scores times exp_scale below this may be short; 0: none */
     ptrdiff_t min_rows;               /* with fewer rows per key/value head the tiles of mha_kernels are faster */
     void (*begin)(void);              /* on every thread, before and after */
     void (*end)(void);
-    /* Each packs whole groups and chunks, zeros beyond the end, and returns whether something was left out that the
-     * unit cannot take: Inf, NaN, or so large that products would overflow. */
-    int (*pack_queries)(void *packed, const char *const *row, ptrdiff_t n_row, ptrdiff_t width, double scale);
-    int (*pack_keys)(void *packed, const char *key, ptrdiff_t stride, ptrdiff_t n_key, ptrdiff_t width);
-    int (*pack_values)(void *packed, const char *value, ptrdiff_t stride, ptrdiff_t n_key, ptrdiff_t width);
+    /* Each packs whole groups and chunks, zeros beyond the end and in place of what is left out. */
+    mha_packed (*pack_queries)(void *packed, const char *const *row, ptrdiff_t n_row, ptrdiff_t width, double scale);
+    mha_packed (*pack_keys)(void *packed, const char *key, ptrdiff_t stride, ptrdiff_t n_key, ptrdiff_t width);
+    mha_packed (*pack_values)(void *packed, const char *value, ptrdiff_t stride, ptrdiff_t n_key, ptrdiff_t width);
     void (*step)(mha_pipeline *pipe);
     /* Computes the scores of the queries and keys that were left out. */
     void (*repair_scores)(float *score, const char *const *query, ptrdiff_t n_row, double scale, const char *key,

@@ -139,15 +139,19 @@ cdef extern from "kernels.h" nogil:
     enum:
         MHA_MATRIX_ROWS
         MHA_MATRIX_GROUP
-        MHA_MATRIX_KEYS
+        MHA_MATRIX_PIECE
         MHA_MATRIX_CHUNK
+
+    ctypedef struct mha_packed:
+        bint left_out
+        float square_norm[16]
 
     ctypedef struct mha_stage:
         const char *query
         const char *key
         const char *value
-        ptrdiff_t n_group
-        bint adjusted
+        ptrdiff_t n_row, n_group
+        bint adjusted, short_scores
         float *score
         char *weight
         float *sum
@@ -163,16 +167,19 @@ cdef extern from "kernels.h" nogil:
         float *product
         float *pending
         float *unused
+        float *passing
         ptrdiff_t query_chunks, value_chunks
         double exp_scale
 
     ctypedef struct mha_matrix:
-        ptrdiff_t n_part, min_rows
+        ptrdiff_t n_part, block_keys
+        double most_short
+        ptrdiff_t min_rows
         void (*begin)() noexcept nogil
         void (*end)() noexcept nogil
-        bint (*pack_queries)(void *, const char *const *, ptrdiff_t, ptrdiff_t, double) noexcept nogil
-        bint (*pack_keys)(void *, const char *, ptrdiff_t, ptrdiff_t, ptrdiff_t) noexcept nogil
-        bint (*pack_values)(void *, const char *, ptrdiff_t, ptrdiff_t, ptrdiff_t) noexcept nogil
+        mha_packed (*pack_queries)(void *, const char *const *, ptrdiff_t, ptrdiff_t, double) noexcept nogil
+        mha_packed (*pack_keys)(void *, const char *, ptrdiff_t, ptrdiff_t, ptrdiff_t) noexcept nogil
+        mha_packed (*pack_values)(void *, const char *, ptrdiff_t, ptrdiff_t, ptrdiff_t) noexcept nogil
         void (*step)(mha_pipeline *) noexcept nogil
         void (*repair_scores)(float *, const char *const *, ptrdiff_t, double, const char *, ptrdiff_t, ptrdiff_t,
                               ptrdiff_t) noexcept nogil

@@ -3,19 +3,16 @@
 # the same time.
 
 cdef enum:
-    KEYS_LEFT_OUT = 1
-    VALUES_LEFT_OUT = 2
-    MATRIX_SUB_TILES = 16             # of a task, where several tasks share packed blocks
+    LEAST_MATRIX_SUB_TILES = 8        # of a task: packing a key block then costs a tenth of working with it
     MATRIX_SUB_BYTES = 3 << 18        # of a task's queries and sums: what leaves room for a block in 2 MB of L2
-    MOST_SHARED_BYTES = 32 << 20      # more, and every task packs for itself: memory stays flat
     MAX_MATRIX_WIDTH = 256            # of a head: a packed block must stay in the cache
 
 cdef struct matrix_block:
     ptrdiff_t first, n_key            # keys of the block, and how many of them there are
-    ptrdiff_t number
+    ptrdiff_t place                   # which of the thread's two
     const char *key                   # packed
     const char *value
-    int left_out                      # what could not be packed; these bits
+    mha_packed packed_keys, packed_values
 
 
 cdef inline ptrdiff_t chunks_of(ptrdiff_t width) noexcept nogil:
@@ -27,63 +24,52 @@ cdef inline ptrdiff_t matrix_row_size(const plan *work, ptrdiff_t width) noexcep
     return chunks_of(width) * MHA_MATRIX_CHUNK * 2 * work.matrix.n_part
 
 
-cdef inline ptrdiff_t blocks_of(const mha_problem *p, ptrdiff_t batch) noexcept nogil:
-    return ceil_divide(keys_of(p, batch), MHA_MATRIX_KEYS)
-
-
 # ---------------------------------------------------------------------------------------------------------- the plan
 
 cdef void size_matrix_tasks(plan *work, const mha_problem *p, int n_thread) noexcept nogil:
-    """How large a task of the matrix unit is, and whether the packed blocks of a pair are shared by its tasks."""
-    cdef ptrdiff_t batch, n_row, n_task, n_block, most_row = 0, n_sub
+    """How large a task of the matrix unit is.
+
+    Every task packs the key blocks for itself.  The larger it is, the less that weighs; packed once for all tasks they
+    would come from beyond the cache, which costs more.
+    """
+    cdef ptrdiff_t batch, n_task
     cdef ptrdiff_t sub_size = MHA_MATRIX_ROWS * (matrix_row_size(work, p.head_width)
                                                  + chunks_of(p.value_width) * MHA_MATRIX_CHUNK * sizeof(float))
-    work.key_block_size = MHA_MATRIX_KEYS * matrix_row_size(work, p.head_width)
-    work.value_block_size = MHA_MATRIX_KEYS * matrix_row_size(work, p.value_width)
-    n_sub = MAX_MATRIX_SUB_TILES
-    while n_sub > 4 and n_sub * sub_size > MATRIX_SUB_BYTES:
-        n_sub //= 2
-    work.n_matrix_sub = min(n_sub, MATRIX_SUB_TILES)
+    work.key_block_size = work.matrix.block_keys * matrix_row_size(work, p.head_width)
+    work.value_block_size = work.matrix.block_keys * matrix_row_size(work, p.value_width)
+    work.n_matrix_sub = MAX_MATRIX_SUB_TILES
+    while work.n_matrix_sub > LEAST_MATRIX_SUB_TILES and work.n_matrix_sub * sub_size > MATRIX_SUB_BYTES:
+        work.n_matrix_sub //= 2
     while True:
-        n_task = n_block = 0
+        n_task = 0
         for batch in range(p.n_batch):
-            n_row = p.group * queries_of(p, batch)
-            if n_row > 0 and kind_of(work, p, batch) == MATRIX:
-                n_task += p.n_kv_head * ceil_divide(n_row, work.n_matrix_sub * MHA_MATRIX_ROWS)
-                n_block += p.n_kv_head * blocks_of(p, batch)
-                most_row = max(most_row, n_row)
-        if work.n_matrix_sub <= 4 or n_task >= 4 * n_thread:
+            if kind_of(work, p, batch) == MATRIX:
+                n_task += p.n_kv_head * ceil_divide(p.group * queries_of(p, batch),
+                                                    work.n_matrix_sub * MHA_MATRIX_ROWS)
+        if work.n_matrix_sub <= LEAST_MATRIX_SUB_TILES or n_task >= 4 * n_thread:
             break
         work.n_matrix_sub //= 2
-    if most_row > work.n_matrix_sub * MHA_MATRIX_ROWS:
-        if n_block * (work.key_block_size + work.value_block_size) <= MOST_SHARED_BYTES:
-            work.n_block = n_block
-        else:  # the larger a task, the less often a block is packed again
-            work.n_matrix_sub = n_sub
-            n_task = 0
-            for batch in range(p.n_batch):
-                if kind_of(work, p, batch) == MATRIX:
-                    n_row = p.group * queries_of(p, batch)
-                    n_task += p.n_kv_head * ceil_divide(n_row, work.n_matrix_sub * MHA_MATRIX_ROWS)
     work.n_task += n_task
 
 
 cdef void place_pipeline(workspace *w, arena *a, const mha_problem *p, const plan *work) noexcept nogil:
     cdef char *score[2]
-    cdef char *weight[2]
-    cdef ptrdiff_t i, n_score = MHA_MATRIX_ROWS * MHA_MATRIX_KEYS
+    cdef char *weight[3]
+    cdef ptrdiff_t i
     for i in range(2):
-        score[i] = <char *>take(a, n_score * sizeof(float))
-        weight[i] = <char *>take(a, n_score * 2 * work.matrix.n_part)
-        if work.n_block == 0:
-            w.own_block[i] = <char *>take(a, work.key_block_size + work.value_block_size)
-    for i in range(4):
-        w.stage[i].score, w.stage[i].weight = <float *>score[i % 2], weight[i % 2]
+        score[i] = <char *>take(a, MHA_MATRIX_ROWS * MHA_MATRIX_PIECE * sizeof(float))
+        w.block[i] = <char *>take(a, work.key_block_size + work.value_block_size)
+    for i in range(3):
+        weight[i] = <char *>take(a, MHA_MATRIX_ROWS * work.matrix.block_keys * 2 * work.matrix.n_part)
+    # Scores of a stage and the next, weights of these and the one after, are wanted at the same time.
+    for i in range(N_STAGE):
+        w.stage[i].score, w.stage[i].weight = <float *>score[i % 2], weight[i % 3]
     memset(&w.pipe, 0, sizeof(mha_pipeline))
     w.pipe.query_chunks, w.pipe.value_chunks = chunks_of(p.head_width), chunks_of(p.value_width)
     w.pipe.exp_scale = p.exp_scale
     w.pipe.product = <float *>take(a, w.pipe.value_chunks * MHA_MATRIX_CHUNK * MHA_MATRIX_ROWS * sizeof(float))
     w.pipe.unused = <float *>take(a, MHA_MATRIX_GROUP * MHA_MATRIX_ROWS * sizeof(float))
+    w.pipe.passing = <float *>take(a, 3 * MHA_MATRIX_GROUP * MHA_MATRIX_ROWS * sizeof(float))
 
 
 # ------------------------------------------------------------------------------------------------------- the pipeline
@@ -110,41 +96,20 @@ cdef void drain(workspace *w, const mha_matrix *m) noexcept nogil:
 
 # ---------------------------------------------------------------------------------------------------------- the loop
 
-cdef int pack_block(char *packed, const mha_problem *p, const plan *work, ptrdiff_t pair, ptrdiff_t first,
-                    ptrdiff_t n_key) noexcept nogil:
-    """Pack the keys and values from `first` on; return what had to be left out."""
-    cdef int left_out = 0
-    if work.matrix.pack_keys(packed, place_of_pair(p, MHA_KEY, pair, first), p.operand[MHA_KEY].row_stride, n_key,
-                             p.head_width):
-        left_out |= KEYS_LEFT_OUT
-    if work.matrix.pack_values(packed + work.key_block_size, place_of_pair(p, MHA_VALUE, pair, first),
-                               p.operand[MHA_VALUE].row_stride, n_key, p.value_width):
-        left_out |= VALUES_LEFT_OUT
-    return left_out
-
-
-cdef void pack_shared_blocks(const mha_problem *p, const plan *work, ptrdiff_t pair, ptrdiff_t number) noexcept nogil:
-    """Pack block `number` of a pair where its tasks will look for it."""
-    cdef ptrdiff_t i = work.first_block[pair] + number, first = number * MHA_MATRIX_KEYS
-    work.left_out[i] = pack_block(work.blocks + i * (work.key_block_size + work.value_block_size), p, work, pair, first,
-                                  min(MHA_MATRIX_KEYS, keys_of(p, pair // p.n_kv_head) - first))
-
-
 cdef void open_matrix_block(matrix_block *block, workspace *w, const mha_problem *p, const plan *work,
                             ptrdiff_t pair, ptrdiff_t first) noexcept nogil:
-    cdef ptrdiff_t number = first // MHA_MATRIX_KEYS, i = number % 2
-    block.first, block.number = first, number
-    block.n_key = min(MHA_MATRIX_KEYS, keys_of(p, pair // p.n_kv_head) - first)
-    if work.n_block > 0:
-        number += work.first_block[pair]
-        block.key = work.blocks + number * (work.key_block_size + work.value_block_size)
-        block.left_out = work.left_out[number]
-    else:
-        if w.n_stage < w.last_stage[i] + 3:  # its values are still wanted
-            drain(w, work.matrix)
-        block.key = w.own_block[i]
-        block.left_out = pack_block(w.own_block[i], p, work, pair, first, block.n_key)
-    block.value = block.key + work.key_block_size
+    """Pack the keys and values of a block."""
+    cdef ptrdiff_t i = first // work.matrix.block_keys % 2
+    if w.n_stage < w.last_stage[i] + 3:  # the values there are still wanted
+        drain(w, work.matrix)
+    block.first, block.place = first, i
+    block.n_key = min(work.matrix.block_keys, keys_of(p, pair // p.n_kv_head) - first)
+    block.key, block.value = w.block[i], w.block[i] + work.key_block_size
+    block.packed_keys = work.matrix.pack_keys(w.block[i], place_of_pair(p, MHA_KEY, pair, first),
+                                              p.operand[MHA_KEY].row_stride, block.n_key, p.head_width)
+    block.packed_values = work.matrix.pack_values(w.block[i] + work.key_block_size,
+                                                  place_of_pair(p, MHA_VALUE, pair, first),
+                                                  p.operand[MHA_VALUE].row_stride, block.n_key, p.value_width)
 
 
 cdef int read_matrix_mask(const sub_tile *s, workspace *w, const mha_problem *p, const mha_kernels *k,
@@ -164,22 +129,32 @@ cdef int read_matrix_mask(const sub_tile *s, workspace *w, const mha_problem *p,
     return holds
 
 
-cdef void multiply_block(sub_tile *s, workspace *w, const mha_problem *p, const mha_kernels *k, const plan *work,
-                         ptrdiff_t pair, const matrix_block *block) noexcept nogil:
-    """Let one sub-tile and one key block enter the pipeline."""
+cdef inline bint may_be_short(const sub_tile *s, const mha_problem *p, const mha_matrix *m, const matrix_block *block,
+                              ptrdiff_t group, ptrdiff_t end) noexcept nogil:
+    """Whether the scores of some groups of a block are small enough (Cauchy-Schwarz inequality)."""
+    cdef double most = m.most_short / p.exp_scale
+    cdef ptrdiff_t i
+    if p.natural or m.most_short == 0:
+        return False
+    for i in range(group, end):
+        if not <double>s.packing.square_norm[0] * block.packed_keys.square_norm[i] < most * most:
+            return False
+    return True
+
+
+cdef void multiply_piece(sub_tile *s, workspace *w, const mha_problem *p, const mha_kernels *k, const plan *work,
+                         ptrdiff_t pair, const matrix_block *block, ptrdiff_t first_group,
+                         ptrdiff_t end_group) noexcept nogil:
+    """Let one sub-tile and some groups of a key block enter the pipeline."""
     cdef const mha_matrix *m = work.matrix
-    cdef ptrdiff_t first_group = (max(s.first_key - block.first, 0)) // MHA_MATRIX_GROUP
-    cdef ptrdiff_t end_group = ceil_divide(min(s.last_key - block.first, block.n_key), MHA_MATRIX_GROUP)
     cdef ptrdiff_t first = block.first + first_group * MHA_MATRIX_GROUP
     cdef ptrdiff_t n_key = (end_group - first_group) * MHA_MATRIX_GROUP  # zeros at the end included
     cdef ptrdiff_t n_real = min(n_key, block.first + block.n_key - first)
     cdef bint edge = first < s.all_first or first + n_key > s.all_last
-    cdef bint repaired = s.left_out or block.left_out & KEYS_LEFT_OUT
+    cdef bint repaired = s.packing.left_out or block.packed_keys.left_out
     cdef int holds = MHA_MASK_VISIBLE
-    cdef mha_stage *stage = &w.stage[w.n_stage % 4]
+    cdef mha_stage *stage = &w.stage[w.n_stage % N_STAGE]
     cdef mha_adjust how
-    if n_key <= 0:
-        return
     if p.mask_type != MHA_NO_MASK:
         holds = read_matrix_mask(s, w, p, k, m, first, n_real)
         if not holds & MHA_MASK_VISIBLE:
@@ -196,12 +171,14 @@ cdef void multiply_block(sub_tile *s, workspace *w, const mha_problem *p, const 
         set_ranges(s, w, k, first, n_key)
         how.first, how.last = w.first, w.last
 
-    stage.query, stage.n_group = <const char *>s.packed, end_group - first_group
+    stage.query, stage.n_row, stage.n_group = <const char *>s.packed, s.n_row, end_group - first_group
     stage.key = block.key + first_group * MHA_MATRIX_GROUP * matrix_row_size(work, p.head_width)
     stage.value = block.value + first_group * MHA_MATRIX_GROUP * MHA_MATRIX_CHUNK * 2 * m.n_part
     stage.sum, stage.maximum, stage.total = <float *>s.sum, <float *>s.maximum, <float *>s.total
     stage.adjusted = p.natural or edge or repaired or holds & MHA_MASK_EXCLUDED
-    w.last_stage[block.number % 2] = w.n_stage
+    # Only what is visible to all rows may decide this, or an excluded key would show in the last bit.
+    stage.short_scores = not stage.adjusted and may_be_short(s, p, m, block, first_group, end_group)
+    w.last_stage[block.place] = w.n_stage
     w.n_stage += 1
     advance(w, m, stage)
     if repaired:
@@ -209,13 +186,36 @@ cdef void multiply_block(sub_tile *s, workspace *w, const mha_problem *p, const 
                         p.operand[MHA_KEY].row_stride, n_real, p.head_width)
     if stage.adjusted:
         m.adjust(stage.score, stage.peak, s.n_row, n_key, &how)
-    if block.left_out & VALUES_LEFT_OUT:
+    if block.packed_values.left_out:
         drain(w, m)
         memset(w.visible, 0, n_key * MHA_MATRIX_ROWS * sizeof(float))
         how.score_scale, how.softcap, how.slope = 1, 0, NULL
         m.adjust(w.visible, w.peak, s.n_row, n_key, &how)
         m.add_left_out(<float *>s.sum, stage.weight, <const float *>w.visible, place_of_pair(p, MHA_VALUE, pair, first),
                        p.operand[MHA_VALUE].row_stride, n_real, p.value_width)
+
+
+cdef void multiply_block(sub_tile *s, workspace *w, const mha_problem *p, const mha_kernels *k, const plan *work,
+                         ptrdiff_t pair, const matrix_block *block) noexcept nogil:
+    """Let one sub-tile and what it sees of a key block enter the pipeline.
+
+    In pieces, so that only keys that some rows do not see take the way for such.
+    """
+    cdef ptrdiff_t group = max(s.first_key - block.first, 0) // MHA_MATRIX_GROUP, piece
+    cdef ptrdiff_t end = ceil_divide(min(s.last_key - block.first, block.n_key), MHA_MATRIX_GROUP)
+    cdef ptrdiff_t first_seen = ceil_divide(max(s.all_first - block.first, 0), MHA_MATRIX_GROUP)
+    cdef ptrdiff_t end_seen = min(max(s.all_last - block.first, 0) // MHA_MATRIX_GROUP, end)
+    while group < end:
+        piece = MHA_MATRIX_PIECE // MHA_MATRIX_GROUP
+        if first_seen <= group < end_seen:
+            if p.mask_type == MHA_NO_MASK and may_be_short(s, p, work.matrix, block, group, end_seen):
+                piece = end_seen - group
+            piece = min(piece, end_seen - group)
+        elif group < first_seen < end_seen:
+            piece = min(piece, first_seen - group)
+        piece = min(piece, end - group)
+        multiply_piece(s, w, p, k, work, pair, block, group, group + piece)
+        group += piece
 
 
 cdef void attend_matrix(workspace *w, const mha_problem *p, const mha_kernels *k, const plan *work, ptrdiff_t pair,
@@ -229,7 +229,7 @@ cdef void attend_matrix(workspace *w, const mha_problem *p, const mha_kernels *k
     for i in range(n_sub):
         s = &w.sub[i]
         describe_rows(s, p, k, pair, row + i * MHA_MATRIX_ROWS, min(MHA_MATRIX_ROWS, n_row - i * MHA_MATRIX_ROWS))
-        s.left_out = m.pack_queries(s.packed, s.query, s.n_row, p.head_width, p.query_scale)
+        s.packing = m.pack_queries(s.packed, s.query, s.n_row, p.head_width, p.query_scale)
         memset(s.sum, 0, w.pipe.value_chunks * MHA_MATRIX_CHUNK * MHA_MATRIX_ROWS * sizeof(float))
         memset(s.total, 0, MHA_MATRIX_ROWS * sizeof(float))
         for r in range(MHA_MATRIX_ROWS):
@@ -237,12 +237,12 @@ cdef void attend_matrix(workspace *w, const mha_problem *p, const mha_kernels *k
         first_key, last_key = min(first_key, s.first_key), max(last_key, s.last_key)
     m.begin()
     begin_pipeline(w)
-    start = first_key // MHA_MATRIX_KEYS * MHA_MATRIX_KEYS
+    start = first_key // m.block_keys * m.block_keys
     while start < last_key:
         open_matrix_block(&block, w, p, work, pair, start)
         for i in range(n_sub):
             multiply_block(&w.sub[i], w, p, k, work, pair, &block)
-        start += MHA_MATRIX_KEYS
+        start += m.block_keys
     drain(w, m)
     m.end()
     for i in range(n_sub):

@@ -27,11 +27,6 @@ cdef struct plan:
     ptrdiff_t min_rows, min_keys     # of a pair that uses it
     ptrdiff_t n_matrix_sub           # sub-tiles of its tasks
     ptrdiff_t key_block_size, value_block_size
-    # packed blocks that several tasks read: block i of a pair is number first_block[pair] + i
-    ptrdiff_t *first_block
-    ptrdiff_t n_block                # 0: every task packs for itself
-    char *blocks
-    uint8_t *left_out                # per block, see matrix_block
 
 
 cdef inline ptrdiff_t ceil_divide(ptrdiff_t a, ptrdiff_t b) noexcept nogil:
@@ -116,7 +111,7 @@ cdef void count_tasks(plan *work, const mha_problem *p, const mha_kernels *k, in
 
 cdef void list_tasks(plan *work, const mha_problem *p, const mha_kernels *k, int n_thread) noexcept nogil:
     """Fill in the tasks: pair by pair where all are alike, otherwise the heaviest first."""
-    cdef ptrdiff_t pair, batch, n_row, start, task_rows, n_block = 0
+    cdef ptrdiff_t pair, batch, n_row, start, task_rows
     cdef task_kind kind
     cdef task *t = work.tasks
     cdef bint alike = (p.mask_type == MHA_NO_MASK and p.query_length == NULL and p.key_length == NULL
@@ -125,12 +120,10 @@ cdef void list_tasks(plan *work, const mha_problem *p, const mha_kernels *k, int
     for pair in range(p.n_batch * p.n_kv_head):
         batch = pair // p.n_kv_head
         n_row = p.group * queries_of(p, batch)
-        work.first_part[pair], work.first_block[pair] = work.n_part, n_block
+        work.first_part[pair] = work.n_part
         if n_row == 0:
             continue
         kind = kind_of(work, p, batch)
-        if kind == MATRIX:
-            n_block += blocks_of(p, batch)
         if kind == FEW_ROWS:
             for start in range(splits_of(p, batch)):
                 t[0] = task(pair, start, n_row * min(keys_of(p, batch) - start * MHA_KEY_SPLIT, MHA_KEY_SPLIT), kind)

@@ -3,6 +3,7 @@
 cdef enum:
     MAX_SUB_TILES = 4     # sub-tiles that share a key block while it is in the cache
     MAX_MATRIX_SUB_TILES = 32
+    N_STAGE = 12          # four are in use, with two buffers of scores and three of weights in turn
     MAX_ROWS = 64         # MHA_MAX_ROWS; struct members need a literal
 
 assert MAX_ROWS == MHA_MAX_ROWS
@@ -31,7 +32,7 @@ cdef struct sub_tile:
     mha_moments sums                 # statistics, and the scores at the offsets asked for: [row][offset]
     int64_t best_key[MAX_ROWS]
     double *offset_score
-    bint left_out                    # queries that the matrix unit cannot take
+    mha_packed packing               # for the matrix unit
 
 cdef struct workspace:
     sub_tile *sub
@@ -50,12 +51,12 @@ cdef struct workspace:
     void *distance
     void *first
     void *last
-    # the matrix unit: stages in a ring, and key blocks that a task packs for itself, in turn
-    mha_stage stage[4]
+    # the matrix unit: stages in a ring, packed key blocks in turn
+    mha_stage stage[N_STAGE]
     mha_pipeline pipe
     ptrdiff_t n_stage
-    char *own_block[2]
-    ptrdiff_t last_stage[2]          # number of the last stage that reads an own block
+    char *block[2]
+    ptrdiff_t last_stage[2]          # number of the last stage that reads it
 
 cdef struct arena:
     size_t base, used
@@ -86,7 +87,7 @@ cdef size_t lay_out(workspace *w, void *base, const mha_problem *p, const mha_ke
     sum_size = n_row * padded(k, p.value_width) * k.item_size
     if work.has_matrix:
         n_row = max(n_row, MHA_MATRIX_ROWS)
-        n_score = max(n_score, MHA_MATRIX_ROWS * MHA_MATRIX_KEYS)
+        n_score = max(n_score, MHA_MATRIX_ROWS * MHA_MATRIX_PIECE)
         packed_size = max(packed_size, MHA_MATRIX_ROWS * matrix_row_size(work, p.head_width))
         sum_size = max(sum_size, MHA_MATRIX_ROWS * chunks_of(p.value_width) * MHA_MATRIX_CHUNK * sizeof(float))
     w.sub = <sub_tile *>take(&a, n_sub * sizeof(sub_tile))

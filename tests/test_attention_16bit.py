@@ -534,8 +534,9 @@ def _rms(x):
 def test_rms_error_of_bfloat16_is_no_larger_than_that_of_torch(long_bfloat16, isa):
     inputs, right, error_of_torch = long_bfloat16
     error = _rms(mha_fast.attention(*inputs).astype(np.float64) - right)
-    assert 0 < error <= error_of_torch
     if isa.startswith("amx"):
-        return  # its weights are rounded too
+        assert 0 < error <= 1.01 * error_of_torch  # its weights are rounded too
+        return
+    assert 0 < error <= error_of_torch
     # Not luck: what is left is the one rounding.
     assert error <= 1.01 * _rms(right.astype(BFLOAT16).astype(np.float64) - right)

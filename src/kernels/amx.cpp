@@ -12,8 +12,11 @@ namespace MHA_ISA_NAMESPACE {
 // S lies in memory; a number times a number takes N_PRODUCT products of parts.
 template <class S, int N_PRODUCT> constexpr mha_matrix matrix(ptrdiff_t min_rows) {
     constexpr int n_part = products<N_PRODUCT>::n_part;
+    static_assert(products<N_PRODUCT>::block_keys <= MHA_MATRIX_MOST_GROUPS * MHA_MATRIX_GROUP, "norms per group");
     return {
         n_part,
+        products<N_PRODUCT>::block_keys,
+        N_PRODUCT == 1 ? most_exponent : 0,
         min_rows,
         begin_tiles,
         end_tiles,

@@ -31,11 +31,11 @@ void repair_scores(float *score, const char *const *query, ptrdiff_t n_row, doub
 
 // The weights of key j in rows 16 * half ... as they were split.
 template <int N_PART> MHA_INLINE vec<float> joined_weights(const uint16_t *weight, ptrdiff_t j, int half) {
-    const uint16_t *place = weight + j / group_rows * N_PART * pair_numbers + half * tile_numbers + j % group_rows / 2 * tile_depth;
+    const uint16_t *place = weight + j / group_rows * N_PART * pair_numbers + half * tile_numbers + j % tile_edge * tile_depth;
     vec<float> sum = {};
     MHA_UNROLL for (int p = N_PART - 1; p >= 0; p--) {
         const float_bits pair = (float_bits)load((const float *)(place + p * pair_numbers));
-        sum += (vec<float>)(j % 2 ? pair & 0xffff0000 : pair << 16);
+        sum += (vec<float>)(j / tile_edge % 2 ? pair & 0xffff0000 : pair << 16);
     }
     return sum;
 }

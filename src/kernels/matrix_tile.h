@@ -11,11 +11,10 @@
 
 #include "adjust.h"
 #include "parts.h"
+#include "short_scores.h"
 
 namespace {
 namespace MHA_ISA_NAMESPACE {
-
-constexpr ptrdiff_t matrix_rows = MHA_MATRIX_ROWS, row_bytes = matrix_rows * sizeof(float);
 
 // Stores the block of 2 x 2 tiles that a product has left in tiles 0 ... 3.
 MHA_INLINE void store_block(float *block) {
@@ -67,17 +66,8 @@ MHA_INLINE void add_products(const uint16_t *a, const uint16_t *b, bool fresh, f
     else products_from<N_PRODUCT, 0, false>(a, b, pending, other);
 }
 
-// The upper halves of two vectors of floats as pairs (even, odd).
-MHA_INLINE vec<float> upper_halves(vec<float> even, vec<float> odd) {
-    const __m512i upper_to_lower = _mm512_set4_epi32(0x0f0e0f0e, 0x0b0a0b0a, 0x07060706, 0x03020302);
-    return (vec<float>)_mm512_mask_shuffle_epi8((__m512i)odd, 0x3333333333333333, (__m512i)even, upper_to_lower);
-}
-MHA_INLINE vec<float> upper_half(vec<float> v) {
-    return (vec<float>)((float_bits)v & 0xffff0000);
-}
-
-// Weights of a block, unit by unit of two keys x 16 rows: 2**((score - base) * scale) in parts.  Three parts by
-// truncation are exact; the last of fewer is rounded.
+// Weights of a block, 2**((score - base) * scale) in parts, in units of two keys x 16 rows.  Unit u is pair u / 2 of
+// keys, half u % 2 of the rows; the 32 units of a group of keys follow each other.
 template <int N_PRODUCT> struct weighing {
     static constexpr int n_part = products<N_PRODUCT>::n_part;
     const float *score;
@@ -102,32 +92,35 @@ template <int N_PRODUCT> struct weighing {
             total[half] = vec<float>{};
         }
     }
-    template <int HALF> MHA_INLINE void unit(ptrdiff_t pair) {
-        const float *s = score + pair * 2 * matrix_rows + HALF * tile_edge;
-        uint16_t *w = weight + pair / tile_edge * (n_part * pair_numbers) + HALF * tile_numbers + pair % tile_edge * tile_depth;
-        vec<float> even = exp2_nonpositive<float>((load(s) - base[HALF]) * scale);
-        vec<float> odd = exp2_nonpositive<float>((load(s + matrix_rows) - base[HALF]) * scale);
-        if constexpr (n_part > 1) total[HALF] += even + odd;
+    // Unit U of those that begin with `done`, a multiple of their number, so that they are of one group.
+    template <int U> MHA_INLINE void unit() {
+        constexpr int half = U % 2;
+        const ptrdiff_t group = done / group_rows, pair = done % group_rows / 2 + U / 2;
+        const float *s = score + (group * group_rows + pair) * matrix_rows + half * tile_edge;
+        uint16_t *w = weight + group * (n_part * pair_numbers) + half * tile_numbers + pair * tile_depth;
+        vec<float> first = exp2_nonpositive<float>((load(s) - base[half]) * scale);
+        vec<float> second = exp2_nonpositive<float>((load(s + tile_edge * matrix_rows) - base[half]) * scale);
+        if constexpr (n_part > 1) total[half] += first + second;
         MHA_UNROLL for (int p = 0; p < n_part; p++) {
+            // Three parts by cutting off are exact; the last of fewer is rounded.
             if (p == n_part - 1 && n_part < 3) {
-                const float_bits half_place = float_bits{} + 0x8000;
-                even = (vec<float>)((float_bits)even + half_place);
-                odd = (vec<float>)((float_bits)odd + half_place);
+                first = plus_half_place(first);
+                second = plus_half_place(second);
             }
             // The weights that are added up are those that are multiplied: their rounding then cancels in the mean.
-            if constexpr (n_part == 1) total[HALF] += upper_half(even) + upper_half(odd);
-            store((float *)(w + p * pair_numbers), upper_halves(even, odd));
+            if constexpr (n_part == 1) total[half] += upper_half(first) + upper_half(second);
+            store((float *)(w + p * pair_numbers), upper_halves(first, second));
             if (p + 1 < n_part) {
-                even -= upper_half(even);
-                odd -= upper_half(odd);
+                first -= upper_half(first);
+                second -= upper_half(second);
             }
         }
     }
     MHA_INLINE void finish(mha_stage *stage) {
         if (!stage) return;
         for (; done < n_unit; done += 2) {
-            unit<0>(done / 2);
-            unit<1>(done / 2);
+            unit<0>();
+            unit<1>();
         }
         MHA_UNROLL for (int half = 0; half < 2; half++) {
             float *sum = stage->total + half * tile_edge;
@@ -187,39 +180,40 @@ struct peaking {
     }
 };
 
-// UNITS of the weighing are done beside each block product.
-template <int N_PRODUCT, int UNITS> void step_of(mha_pipeline *pipe) {
+template <bool SHORT, class A, class B> struct choice { typedef A type; };
+template <class A, class B> struct choice<true, A, B> { typedef B type; };
+
+// UNITS of the weighing are done beside each block product, where the scores are short only in the second half:
+// in the first, the next scores are shortened.
+template <int N_PRODUCT, int UNITS, bool NEXT_SHORT, bool NOW_SHORT> void step_of(mha_pipeline *pipe) {
     constexpr int n_part = products<N_PRODUCT>::n_part, n_slot = 4 * N_PRODUCT;
     constexpr ptrdiff_t block_numbers = n_part * pair_numbers, n_line = block_numbers / tile_depth;
     mha_stage *next = pipe->next, *now = pipe->now, *before = pipe->before, *last = pipe->last;
     const ptrdiff_t n_query_chunk = pipe->query_chunks, n_value_chunk = pipe->value_chunks;
     float *pending = pipe->pending;
-    weighing<N_PRODUCT> weights;
+    typename choice<NOW_SHORT, weighing<N_PRODUCT>, short_weighing>::type weights;
+    typename choice<NEXT_SHORT, peaking, shortening>::type peaks;
     summing sums;
-    peaking peaks;
     weights.begin(now, float(pipe->exp_scale));
     sums.begin(last, pipe->product, n_value_chunk * tile_depth);
-    peaks.begin(next);
+    if constexpr (NEXT_SHORT) peaks.begin(next, pipe->passing, float(pipe->exp_scale));
+    else peaks.begin(next);
 
-    // The last block of `pending` reaches memory in the first product, so what reads it starts with the second.
-    auto multiply = [&](const uint16_t *a, const uint16_t *b, bool fresh, auto &extra, ptrdiff_t extra_end) __attribute__((always_inline)) {
-        const bool weigh = weights.done < weights.n_unit;
+    auto multiply = [&](auto units, const uint16_t *a, const uint16_t *b, bool fresh, const auto &extra) __attribute__((always_inline)) {
+        constexpr int n_unit = decltype(units)::value;
+        const bool weigh = n_unit > 0 && weights.done < weights.n_unit;
         add_products<N_PRODUCT>(a, b, fresh, pending, [&](auto slot) __attribute__((always_inline)) {
-            constexpr int s = decltype(slot)::value, first = s * UNITS / n_slot, end = (s + 1) * UNITS / n_slot;
+            constexpr int s = decltype(slot)::value, first = s * n_unit / n_slot, end = (s + 1) * n_unit / n_slot;
             // The next block's tiles follow this one's.
             MHA_UNROLL for (int line = s * n_line / n_slot; line < (s + 1) * n_line / n_slot; line++)
                 __builtin_prefetch(a + block_numbers + line * tile_depth, 0, 3);
-            if (weigh) {
-                MHA_UNROLL for (int u = first; u < end; u++) {
-                    if (u % 2) weights.template unit<1>((weights.done + u) / 2);
-                    else weights.template unit<0>((weights.done + u) / 2);
-                }
-            }
-            if constexpr (s == n_slot - 1) extra.up_to(extra_end);
+            if (weigh) units_of<first, end>(weights);
+            if constexpr (s == n_slot - 1) extra();
         });
-        if (weigh) weights.done += UNITS;
+        if (weigh) weights.done += n_unit;
     };
 
+    // The last block of `pending` reaches memory in the first product, so what reads it starts with the second.
     if (next) {
         const uint16_t *key = (const uint16_t *)next->key;
         const ptrdiff_t n_block = next->n_group * n_query_chunk;
@@ -227,9 +221,14 @@ template <int N_PRODUCT, int UNITS> void step_of(mha_pipeline *pipe) {
         ptrdiff_t block = 0;
         for (ptrdiff_t g = 0; g < next->n_group; g++) {
             for (ptrdiff_t c = 0; c < n_query_chunk; c++, block++)
-                multiply(key + block * block_numbers, (const uint16_t *)next->query + c * block_numbers, c == 0, sums,
-                         block * sums_per_block);
-            pending = next->score + g * group_rows * matrix_rows;
+                multiply(number<NOW_SHORT ? 0 : UNITS>{}, key + block * block_numbers,
+                         (const uint16_t *)next->query + c * block_numbers, c == 0, [&]() __attribute__((always_inline)) {
+                             sums.up_to(block * sums_per_block);
+                             // Group g - 1 is in memory by now.
+                             if constexpr (NEXT_SHORT) peaks.up_to(g > 0 ? (g - 1) * group_rows + (c + 1) * group_rows / n_query_chunk : 0);
+                         });
+            pending = NEXT_SHORT ? pipe->passing + g % groups_passing * group_rows * matrix_rows
+                                 : next->score + g * group_rows * matrix_rows;
         }
     } else {
         store_block(pending);
@@ -240,12 +239,14 @@ template <int N_PRODUCT, int UNITS> void step_of(mha_pipeline *pipe) {
     if (before) {
         const uint16_t *weight = (const uint16_t *)before->weight;
         const ptrdiff_t n_block = before->n_group * n_value_chunk;
-        const ptrdiff_t peaks_per_block = n_block > 1 ? (peaks.n + n_block - 2) / (n_block - 1) : 0;
+        const ptrdiff_t left = peaks.n - peaks.done, shortened = peaks.done;
+        const ptrdiff_t peaks_per_block = n_block > 1 ? (left + n_block - 2) / (n_block - 1) : 0;
         ptrdiff_t block = 0;
         for (ptrdiff_t c = 0; c < n_value_chunk; c++) {
-            const uint16_t *value = (const uint16_t *)before->value + c * (MHA_MATRIX_KEYS / group_rows) * block_numbers;
+            const uint16_t *value = (const uint16_t *)before->value + c * (products<N_PRODUCT>::block_keys / group_rows) * block_numbers;
             for (ptrdiff_t g = 0; g < before->n_group; g++, block++)
-                multiply(value + g * block_numbers, weight + g * block_numbers, g == 0, peaks, block * peaks_per_block);
+                multiply(number<NOW_SHORT ? 2 * UNITS : UNITS>{}, value + g * block_numbers, weight + g * block_numbers, g == 0,
+                         [&]() __attribute__((always_inline)) { peaks.up_to(shortened + block * peaks_per_block); });
             pending = pipe->product + c * tile_depth * matrix_rows;
         }
     } else {
@@ -257,13 +258,23 @@ template <int N_PRODUCT, int UNITS> void step_of(mha_pipeline *pipe) {
     pipe->pending = pending;
 }
 
-// A block of one chunk each way has 32 units of weighing for two products, wider heads have more products.
+template <int N_PRODUCT, int UNITS> void step_with(mha_pipeline *pipe) {
+    if constexpr (N_PRODUCT == 1) {
+        const bool next_short = pipe->next && pipe->next->short_scores, now_short = pipe->now && pipe->now->short_scores;
+        if (next_short && now_short) return step_of<N_PRODUCT, UNITS, true, true>(pipe);
+        if (next_short) return step_of<N_PRODUCT, UNITS, true, false>(pipe);
+        if (now_short) return step_of<N_PRODUCT, UNITS, false, true>(pipe);
+    }
+    step_of<N_PRODUCT, UNITS, false, false>(pipe);
+}
+
+// A group of keys has 32 units of weighing, and as many block products as there are chunks of features.
 template <int N_PRODUCT> void step(mha_pipeline *pipe) {
     const ptrdiff_t n_chunk = pipe->query_chunks + pipe->value_chunks;
-    if (n_chunk < 4) step_of<N_PRODUCT, 16>(pipe);
-    else if (n_chunk < 8) step_of<N_PRODUCT, 8>(pipe);
-    else if (n_chunk < 16) step_of<N_PRODUCT, 4>(pipe);
-    else step_of<N_PRODUCT, 2>(pipe);
+    if (n_chunk < 4) step_with<N_PRODUCT, 16>(pipe);
+    else if (n_chunk < 8) step_with<N_PRODUCT, 8>(pipe);
+    else if (n_chunk < 16) step_with<N_PRODUCT, 4>(pipe);
+    else step_with<N_PRODUCT, 2>(pipe);
 }
 
 }  // namespace MHA_ISA_NAMESPACE

@@ -1,5 +1,9 @@
 // Numbers as sums of bfloat16 parts, packed into tiles.
 //
+// The unit sums over 32 bfloat16 numbers, features of a head or keys, which lie in pairs in 32-bit lanes.  Their order is
+// free as long as both operands have the same: lane i holds numbers i and i + 16, so that two vectors of floats become
+// one of pairs by a single shuffle.
+//
 // A float32 number is the sum of three bfloat16 numbers (8 + 8 + 8 bits of significand), a float16 number that of two.
 // With a = a1 + a2 + a3 and b = b1 + b2 + b3 the six products of parts down to 2**-16 of a1 b1 give a b to float32
 // accuracy: a1b1, a1b2, a2b1, a2b2, a1b3, a3b1 (Henry, Tang & Heinecke 2019, "Leveraging the bfloat16 Artificial
@@ -15,19 +19,20 @@ namespace {
 namespace MHA_ISA_NAMESPACE {
 
 // Which products make up one, and how many parts they need.  Each differs from the one before in one operand, so that
-// only this one is loaded.
+// only this one is loaded.  Blocks have as many keys as is fastest (bench.compare: for one product 256 is 6% slower
+// than 512, and with 1024 the rms error grows by 0.4%; for six, 512 is 6% slower than 256).
 struct part_pair { int a, b; };
 template <int N_PRODUCT> struct products;
 template <> struct products<1> {
-    static constexpr int n_part = 1;
+    static constexpr int n_part = 1, block_keys = 512;
     static constexpr part_pair at[] = {{0, 0}};
 };
 template <> struct products<3> {
-    static constexpr int n_part = 2;
+    static constexpr int n_part = 2, block_keys = 256;
     static constexpr part_pair at[] = {{1, 0}, {0, 0}, {0, 1}};
 };
 template <> struct products<6> {
-    static constexpr int n_part = 3;
+    static constexpr int n_part = 3, block_keys = 256;
     static constexpr part_pair at[] = {{2, 0}, {1, 0}, {1, 1}, {0, 1}, {0, 0}, {0, 2}};
 };
 
@@ -38,7 +43,7 @@ constexpr int tile_numbers = tile_edge * tile_depth, pair_numbers = 2 * tile_num
 // 2**60 is an exact factor that lifts the lower parts of small values above 2**-126, where the unit takes them for 0.
 constexpr float value_unit = 0x1p60f;
 // What the unit can take: products of parts stay finite, and Inf or NaN would meet the zeros of a number's lower parts.
-// Keys, queries and values beyond are left out here and come in by themselves (see apart.h).
+// Keys, queries and values beyond are left out here and come in by themselves (see left_out.h).
 constexpr float largest_factor = 0x1p60f, largest_value = 0x1p50f;
 
 // One product of bfloat16 inputs is the product itself: nothing to leave out.
@@ -57,12 +62,29 @@ template <class S> MHA_INLINE vec<float> load_some(const S *p, ptrdiff_t n) {
     return n >= lanes<float> ? load_stored<float>(p) : n > 0 ? load_stored_first<float>(p, n) : vec<float>{};
 }
 
-template <int N_PART> MHA_INLINE void split(vec<float> v, half_bits (&part)[N_PART]) {
-    MHA_UNROLL for (int i = 0; i < N_PART; i++) {
-        part[i] = (half_bits)_mm512_cvtneps_pbh((__m512)v);
-        if (i + 1 < N_PART) v -= widened(part[i], bfloat16{});
+// The upper halves of two vectors of floats: the first in the lower half of each lane.
+MHA_INLINE vec<float> upper_halves(vec<float> first, vec<float> second) {
+    const __m512i upper_to_lower = _mm512_set4_epi32(0x0f0e0f0e, 0x0b0a0b0a, 0x07060706, 0x03020302);
+    return (vec<float>)_mm512_mask_shuffle_epi8((__m512i)second, 0x3333333333333333, (__m512i)first, upper_to_lower);
+}
+MHA_INLINE vec<float> upper_half(vec<float> v) { return (vec<float>)((float_bits)v & 0xffff0000); }
+
+// Half a unit of the last place of the upper half: cutting off the rest then rounds to nearest.
+MHA_INLINE vec<float> plus_half_place(vec<float> v) { return (vec<float>)((float_bits)v + 0x8000); }
+
+// Two vectors as pairs of parts.  All parts but the last of three, which is exact, are rounded to nearest.
+template <int N_PART> MHA_INLINE void split(vec<float> first, vec<float> second, vec<float> (&pair)[N_PART]) {
+    MHA_UNROLL for (int p = 0; p < N_PART; p++) {
+        const vec<float> a = p < 2 ? plus_half_place(first) : first, b = p < 2 ? plus_half_place(second) : second;
+        pair[p] = upper_halves(a, b);
+        if (p + 1 < N_PART) {
+            first -= upper_half(a);
+            second -= upper_half(b);
+        }
     }
 }
+
+MHA_INLINE ptrdiff_t chunks_of(ptrdiff_t width) { return (width + tile_depth - 1) / tile_depth; }
 
 template <class S> bool row_within(const S *row, ptrdiff_t width, float limit) {
     bool all = true;
@@ -70,107 +92,111 @@ template <class S> bool row_within(const S *row, ptrdiff_t width, float limit) {
     return all;
 }
 
-// Parts of 32 elements; part p of element i is half-word i of whole[p].
-template <class S, int N_PART>
-MHA_INLINE void split_chunk(const S *row, ptrdiff_t n, vec<float> scale, vec<float> (&whole)[N_PART]) {
-    half_bits low[N_PART], high[N_PART];
-    split<N_PART>(load_some(row, n) * scale, low);
-    split<N_PART>(load_some(row + lanes<float>, n - lanes<float>) * scale, high);
-    MHA_UNROLL for (int p = 0; p < N_PART; p++) {
-        memcpy(&whole[p], &low[p], sizeof low[p]);
-        memcpy((char *)&whole[p] + sizeof low[p], &high[p], sizeof high[p]);
+// What packing a block or sub-tile reports; see mha_packed.
+template <class S, int N_PRODUCT> struct packing_report {
+    mha_packed so_far = {};
+
+    // Whether a row can be packed.
+    bool take(const S *row, ptrdiff_t width, ptrdiff_t group) {
+        if constexpr (any_factor<N_PRODUCT>) {
+            vec<float> squares = {};
+            for (ptrdiff_t d = 0; d < width; d += lanes<float>) {
+                const vec<float> v = load_some(row + d, width - d);
+                squares += v * v;
+            }
+            const float norm = _mm512_reduce_add_ps((__m512)squares);
+            if (norm > so_far.square_norm[group] || norm != norm) so_far.square_norm[group] = norm;  // NaN stays
+            return true;
+        } else {
+            if (row_within(row, width, largest_factor)) return true;
+            so_far.left_out = 1;
+            return false;
+        }
     }
-}
+};
 
-MHA_INLINE ptrdiff_t chunks_of(ptrdiff_t width) { return (width + tile_depth - 1) / tile_depth; }
-
-// Keys -> [group of 32 keys][chunk of 32 features][part][key][feature].  Returns whether rows were left out.
+// Keys -> [group of 32 keys][chunk of 32 features][part][key][pair of features].
 template <class S, int N_PRODUCT>
-int pack_keys(void *packed, const char *key, ptrdiff_t stride, ptrdiff_t n_key, ptrdiff_t width) {
+mha_packed pack_keys(void *packed, const char *key, ptrdiff_t stride, ptrdiff_t n_key, ptrdiff_t width) {
     constexpr int n_part = products<N_PRODUCT>::n_part;
     const ptrdiff_t n_chunk = chunks_of(width);
-    int left_out = 0;
+    packing_report<S, N_PRODUCT> report;
     for (ptrdiff_t j = 0; j < (n_key + group_rows - 1) / group_rows * group_rows; j++) {
         const S *row = row_at<S>(key, stride, j);
-        bool present = j < n_key;
-        if (!any_factor<N_PRODUCT> && present && !row_within(row, width, largest_factor)) {
-            present = false;
-            left_out = 1;
-        }
+        const bool present = j < n_key && report.take(row, width, j / group_rows);
         uint16_t *place = (uint16_t *)packed + j / group_rows * n_chunk * n_part * pair_numbers + j % group_rows * tile_depth;
         for (ptrdiff_t c = 0; c < n_chunk; c++) {
-            vec<float> whole[n_part] = {};
-            if (present) split_chunk<S, n_part>(row + c * tile_depth, width - c * tile_depth, splat(1.0f), whole);
-            MHA_UNROLL for (int p = 0; p < n_part; p++) store((float *)(place + (c * n_part + p) * pair_numbers), whole[p]);
+            const ptrdiff_t d = c * tile_depth;
+            vec<float> pair[n_part] = {};
+            if (present)
+                split<n_part>(load_some(row + d, width - d), load_some(row + d + lanes<float>, width - d - lanes<float>), pair);
+            MHA_UNROLL for (int p = 0; p < n_part; p++) store((float *)(place + (c * n_part + p) * pair_numbers), pair[p]);
         }
     }
-    return left_out;
+    return report.so_far;
 }
 
-// Queries, times scale -> [chunk of 32 features][part][half of 16 rows][pair of features][row][feature of the pair].
-// Rows that are missing repeat the last one; nobody looks at their results.  Returns whether rows were left out.
+// Two squares of numbers, turned over, as tiles of pairs; part p is at p * pair_numbers.
+template <int N_PART>
+MHA_INLINE void store_turned(uint16_t *place, vec<float> (&first)[tile_edge], vec<float> (&second)[tile_edge]) {
+    transpose<float>(first);
+    transpose<float>(second);
+    MHA_UNROLL for (int i = 0; i < tile_edge; i++) {
+        vec<float> pair[N_PART];
+        split<N_PART>(first[i], second[i], pair);
+        MHA_UNROLL for (int p = 0; p < N_PART; p++) store((float *)(place + p * pair_numbers) + i * tile_edge, pair[p]);
+    }
+}
+
+// Queries, times scale -> [chunk of 32 features][part][half of 16 rows][pair of features][row].
+// Rows that are missing repeat the last one; nobody looks at their results.
 template <class S, int N_PRODUCT>
-int pack_queries(void *packed, const char *const *row, ptrdiff_t n_row, ptrdiff_t width, double scale) {
+mha_packed pack_queries(void *packed, const char *const *row, ptrdiff_t n_row, ptrdiff_t width, double scale) {
     constexpr int n_part = products<N_PRODUCT>::n_part;
-    const S *source[MHA_MATRIX_ROWS];
-    int left_out = 0;
-    for (int r = 0; r < MHA_MATRIX_ROWS; r++) {
-        source[r] = (const S *)row[r < n_row ? r : n_row - 1];
-        if (!any_factor<N_PRODUCT> && !row_within(source[r], width, largest_factor)) {
-            source[r] = nullptr;
-            left_out = 1;
+    packing_report<S, N_PRODUCT> report;
+    for (int half = 0; half < 2; half++) {
+        const S *source[tile_edge];
+        for (int r = 0; r < tile_edge; r++) {
+            source[r] = (const S *)row[half * tile_edge + r < n_row ? half * tile_edge + r : n_row - 1];
+            if (!report.take(source[r], width, 0)) source[r] = nullptr;
         }
-    }
-    for (ptrdiff_t c = 0; c < chunks_of(width); c++) {
-        for (int half = 0; half < 2; half++) {
-            vec<float> square[n_part][tile_edge] = {};
+        for (ptrdiff_t c = 0; c < chunks_of(width); c++) {
+            const ptrdiff_t d = c * tile_depth;
+            vec<float> first[tile_edge] = {}, second[tile_edge] = {};
             for (int r = 0; r < tile_edge; r++) {
-                vec<float> whole[n_part] = {};
-                const S *from = source[half * tile_edge + r];
-                if (from) split_chunk<S, n_part>(from + c * tile_depth, width - c * tile_depth, splat(float(scale)), whole);
-                MHA_UNROLL for (int p = 0; p < n_part; p++) square[p][r] = whole[p];
+                if (!source[r]) continue;
+                first[r] = load_some(source[r] + d, width - d) * float(scale);
+                second[r] = load_some(source[r] + d + lanes<float>, width - d - lanes<float>) * float(scale);
             }
-            for (int p = 0; p < n_part; p++) {
-                float *place = (float *)((uint16_t *)packed + (c * n_part + p) * pair_numbers + half * tile_numbers);
-                transpose<float>(square[p]);
-                MHA_UNROLL for (int i = 0; i < tile_edge; i++) store(place + i * tile_edge, square[p][i]);
-            }
+            store_turned<n_part>((uint16_t *)packed + c * n_part * pair_numbers + half * tile_numbers, first, second);
         }
     }
-    return left_out;
+    return report.so_far;
 }
 
-// Values, times value_unit -> [chunk of 32 features][group of 32 keys][part][feature][key], room for all groups of a
-// block in each chunk.  Returns whether elements were left out.
+// Values, times value_unit -> [chunk of 32 features][group of 32 keys][part][feature][pair of keys], room for all groups
+// of a block in each chunk.
 template <class S, int N_PRODUCT>
-int pack_values(void *packed, const char *value, ptrdiff_t stride, ptrdiff_t n_key, ptrdiff_t width) {
-    constexpr int n_part = products<N_PRODUCT>::n_part, n_group = MHA_MATRIX_KEYS / group_rows;
+mha_packed pack_values(void *packed, const char *value, ptrdiff_t stride, ptrdiff_t n_key, ptrdiff_t width) {
+    constexpr int n_part = products<N_PRODUCT>::n_part, n_group = products<N_PRODUCT>::block_keys / group_rows;
     bool all = true;
-    auto element = [&](ptrdiff_t j, ptrdiff_t d, half_bits (&part)[n_part]) __attribute__((always_inline)) {
+    auto row = [&](ptrdiff_t j, ptrdiff_t d) __attribute__((always_inline)) {
         const vec<float> v = j < n_key ? load_some(row_at<S>(value, stride, j) + d, width - d) : vec<float>{};
         all &= all_within(v, largest_value);
-        split<n_part>(within(v, largest_value) * value_unit, part);
+        return within(v, largest_value) * value_unit;
     };
     for (ptrdiff_t group = 0; group * group_rows < n_key; group++) {
         for (ptrdiff_t d = 0; d < chunks_of(width) * tile_depth; d += tile_edge) {
-            vec<float> square[n_part][tile_edge];
+            vec<float> first[tile_edge], second[tile_edge];
             for (int i = 0; i < tile_edge; i++) {
-                half_bits even[n_part], odd[n_part];
-                element(group * group_rows + 2 * i, d, even);
-                element(group * group_rows + 2 * i + 1, d, odd);
-                MHA_UNROLL for (int p = 0; p < n_part; p++)
-                    square[p][i] = (vec<float>)(__builtin_convertvector(even[p], float_bits) |
-                                                __builtin_convertvector(odd[p], float_bits) << 16);
+                first[i] = row(group * group_rows + i, d);
+                second[i] = row(group * group_rows + tile_edge + i, d);
             }
-            uint16_t *place = (uint16_t *)packed + (d / tile_depth * n_group + group) * n_part * pair_numbers +
-                              d / tile_edge % 2 * tile_numbers;
-            for (int p = 0; p < n_part; p++) {
-                transpose<float>(square[p]);
-                MHA_UNROLL for (int i = 0; i < tile_edge; i++) store((float *)(place + p * pair_numbers) + i * tile_edge, square[p][i]);
-            }
+            store_turned<n_part>((uint16_t *)packed + (d / tile_depth * n_group + group) * n_part * pair_numbers +
+                                     d / tile_edge % 2 * tile_numbers, first, second);
         }
     }
-    return !all;
+    return {!all, {}};
 }
 
 }  // namespace MHA_ISA_NAMESPACE

@@ -1,0 +1,160 @@
+// Scores and weights in 16 bits, for values of bfloat16.
+//
+// Where all scores of a block are known to be small (|score| * exp_scale < 31.5, by the Cauchy-Schwarz inequality), a
+// fixed-point number with 10 fractional bits holds exponent = score * exp_scale: an error of 2**-11 against the 2**-9 of
+// a rounded weight.  Twice as many fit into a vector, and a block of them into L1.
+//
+// 2**exponent is then close to the exponent itself, read as a bfloat16 number: with exponent = n + f, 2**f is 1 + f to
+// within 9%.  A polynomial in float16 adds the difference.
+#pragma once
+
+#include "adjust.h"
+#include "parts.h"
+
+namespace {
+namespace MHA_ISA_NAMESPACE {
+
+constexpr ptrdiff_t matrix_rows = MHA_MATRIX_ROWS, row_bytes = matrix_rows * sizeof(float);
+
+typedef uint16_t short_bits __attribute__((vector_size(64)));
+
+constexpr float exponent_places = 1024, lowest_exponent = -31.5f;
+constexpr double most_exponent = 31.3;  // leaves room for the rounding of the scores
+
+// How many groups of float32 scores wait: one that the unit is working on, one being stored, one being shortened.
+constexpr ptrdiff_t groups_passing = 3;
+
+// Calls unit<FIRST>() ... unit<END - 1>() of `work`.
+template <int FIRST, int END, class Work> MHA_INLINE void units_of(Work &work) {
+    if constexpr (FIRST < END) {
+        work.template unit<FIRST>();
+        units_of<FIRST + 1, END>(work);
+    }
+}
+
+// Scores of a block to 16 bits, and their maximum, unit by unit: two keys x 16 rows, as in `weighing`.  They take the
+// place of the weights that they will become.
+struct shortening {
+    const float *passing;
+    uint16_t *place;
+    vec<float> scale;
+    short_bits highest[2];
+    ptrdiff_t n, done;
+
+    MHA_INLINE void begin(const mha_stage *stage, const float *from, float exp_scale) {
+        done = 0;
+        n = stage->n_group * group_rows;
+        passing = from;
+        place = (uint16_t *)stage->weight;
+        scale = splat(exp_scale);
+        highest[0] = highest[1] = short_bits{};
+    }
+    MHA_INLINE void up_to(ptrdiff_t end) {
+        for (end = end < n ? end : n; done + 2 <= end; done += 2) {
+            const ptrdiff_t group = done / group_rows, pair = done % group_rows / 2;
+            const float *s = passing + (group % groups_passing * group_rows + pair) * matrix_rows;
+            uint16_t *p = place + group * pair_numbers + pair * tile_depth;
+            MHA_UNROLL for (int half = 0; half < 2; half++) {
+                const short_bits both = shortened(load(s + half * tile_edge), load(s + tile_edge * matrix_rows + half * tile_edge));
+                store((float *)(p + half * tile_numbers), (vec<float>)both);
+                highest[half] = (short_bits)_mm512_max_epu16((__m512i)highest[half], (__m512i)both);
+            }
+        }
+    }
+    // Adding 1.5 * 2**13 leaves the exponent above the lowest, in units of 2**-10, in the lower half of a float.
+    MHA_INLINE short_bits shortened(vec<float> first, vec<float> second) const {
+        constexpr float shift = 12288 - lowest_exponent;
+        const __m512i lower_to_upper = _mm512_set4_epi32(0x0d0c0d0c, 0x09080908, 0x05040504, 0x01000100);
+        first = first * scale + shift;
+        second = second * scale + shift;
+        return (short_bits)_mm512_mask_shuffle_epi8((__m512i)first, 0xcccccccccccccccc, (__m512i)second, lower_to_upper);
+    }
+    MHA_INLINE void finish(mha_stage *stage) {
+        up_to(n);
+        MHA_UNROLL for (int half = 0; half < 2; half++) {
+            const float_bits both = (float_bits)highest[half], first = both & 0xffff, second = both >> 16;
+            const vec<float> most = __builtin_convertvector(first > second ? first : second, vec<float>);
+            store(stage->peak + half * tile_edge, (most * (1 / exponent_places) + lowest_exponent) / scale);
+        }
+    }
+};
+
+// Weights of a block of short scores, in their place.
+struct short_weighing {
+    uint16_t *place;
+    short_bits offset[2];
+    vec<float> total[2];
+    ptrdiff_t n_unit, done;
+
+    // With offset + score = 0x9600 at the maximum, the correction's bits (0x6604 there, see `unit`) make it 0xfc04, and
+    // that, shifted, is 1.
+    static constexpr uint16_t offset_of_one = 0x9600;
+
+    MHA_INLINE void begin(mha_stage *stage, float exp_scale) {
+        done = 0;
+        n_unit = stage->n_group * group_rows;
+        place = (uint16_t *)stage->weight;
+        bool reached = true;
+        vec<float> base[2];
+        MHA_UNROLL for (int half = 0; half < 2; half++) {
+            float *maximum = stage->maximum + half * tile_edge;
+            const vec<float> old = load(maximum), now = larger<float>(load(stage->peak + half * tile_edge), old);
+            // The next step of the fixed point from there; a maximum on a step stays in spite of its rounding.
+            base[half] = (vec<float>)_mm512_roundscale_ps((__m512)((now * exp_scale - lowest_exponent) * exponent_places - 0.01f),
+                                                          _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC);
+            // Lanes without a row hold anything, and must not decide.
+            const vec<float> row = lane_numbers<float>() + float(half * tile_edge);
+            reached &= all_within(row < float(stage->n_row) ? base[half] : vec<float>{}, 65535.0f);
+            offset[half] = (short_bits)((float_bits)__builtin_convertvector(base[half], ivec<float>) * 0x10001);
+            offset[half] = offset_of_one - offset[half];
+            base[half] = (base[half] * (1 / exponent_places) + lowest_exponent) / exp_scale;
+            store(maximum, base[half]);
+            store(stage->rescale + half * tile_edge, exp2_nonpositive<float>((old - base[half]) * exp_scale));
+            total[half] = vec<float>{};
+        }
+        if (!reached) weigh_one_by_one(base, exp_scale);
+    }
+    // Another block's maximum is too far above this one's scores: they are widened again.
+    __attribute__((noinline)) void weigh_one_by_one(const vec<float> (&base)[2], float exp_scale) {
+        auto weight_of = [=](float_bits score, vec<float> from) {
+            const vec<float> exponent = __builtin_convertvector(score, vec<float>) * (1 / exponent_places) + lowest_exponent;
+            return plus_half_place(exp2_nonpositive<float>(exponent - from * exp_scale));
+        };
+        for (; done < n_unit; done++) {
+            uint16_t *p = place + done / group_rows * pair_numbers + done % 2 * tile_numbers + done % group_rows / 2 * tile_depth;
+            const float_bits both = (float_bits)load((const float *)p);
+            const vec<float> first = weight_of(both & 0xffff, base[done % 2]), second = weight_of(both >> 16, base[done % 2]);
+            total[done % 2] += upper_half(first) + upper_half(second);
+            store((float *)p, upper_halves(first, second));
+        }
+    }
+    template <int U> MHA_INLINE void unit() {
+        constexpr int half = U % 2;
+        uint16_t *p = place + done / group_rows * pair_numbers + half * tile_numbers + (done % group_rows / 2 + U / 2) * tile_depth;
+        const __m512i exponent = _mm512_add_epi16((__m512i)load((const float *)p), (__m512i)offset[half]);
+        // 1 + f as float16: the offset has its half place in the fraction, which goes here.
+        constexpr int fraction_then_flip = 0x6a;  // (exponent & fraction) ^ one
+        const __m512h t = (__m512h)_mm512_ternarylogic_epi32(exponent, _mm512_set1_epi16(0x3ff), _mm512_set1_epi16(0x3e00), fraction_then_flip);
+        // 1540 + 1024 (2**f - 1 - f) by Horner's rule (bench.fit_polynomials; the error is 0.3 rms of the 8 that a weight
+        // is rounded to).  From 1024 to 2048 the last place of a float16 number is 1, and its bits count up; 4 rounds.
+        __m512h c = _mm512_set1_ph((_Float16)80.875f);
+        c = _mm512_fmadd_ph(c, t, _mm512_set1_ph((_Float16)-13.0546875f));
+        c = _mm512_fmadd_ph(c, t, _mm512_set1_ph((_Float16)-527.0f));
+        c = _mm512_fmadd_ph(c, t, _mm512_set1_ph((_Float16)1999.0f));
+        const __m512i corrected = _mm512_add_epi16(exponent, (__m512i)c);
+        // Three places less, and 001 from above: exponents from -63 to 0.
+        const __m512i weight = _mm512_shrdi_epi16(corrected, _mm512_set1_epi16(1), 3);
+        total[half] = (vec<float>)_mm512_dpbf16_ps((__m512)total[half], (__m512bh)weight, (__m512bh)_mm512_set1_epi16(0x3f80));
+        store((float *)p, (vec<float>)weight);
+    }
+    MHA_INLINE void finish(mha_stage *stage) {
+        for (; done < n_unit; done += 2) units_of<0, 2>(*this);
+        MHA_UNROLL for (int half = 0; half < 2; half++) {
+            float *sum = stage->total + half * tile_edge;
+            store(sum, load(sum) * load(stage->rescale + half * tile_edge) + total[half]);
+        }
+    }
+};
+
+}  // namespace MHA_ISA_NAMESPACE
+}  // namespace
