@@ -102,7 +102,7 @@ def draw(scaling: dict, path: Path) -> None:
         axes.set_xticks(ticks, [str(n) for n in ticks], rotation=45)
         axes.set_xticks([], minor=True)
         axes.grid(alpha=0.3)
-        axes.legend()
+        axes.legend(loc="upper left", fontsize="small")
     figure.savefig(path, dpi=_DPI)
 
 

@@ -239,11 +239,12 @@ def test_fastest_way_of_a_peer_is_chosen(clock, monkeypatch):
     "case", [c for c in SMALL if peers.can_share_rows(c)], ids=lambda c: c.name
 )
 def test_heads_of_a_group_are_rows_of_one_head(case):
-    query, key, value, attn_mask = cases.make_inputs(case)
-    rows = peers.as_rows_of_one_head(case, query)
-    assert rows.shape[:2] == (case.n_batch, case.n_kv_head)
-    out = peers.from_rows_of_one_head(case, mha_fast.reference.attention(rows, key, value))
-    right = mha_fast.reference.attention(query, key, value, attn_mask)
+    inputs = cases.make_inputs(case)
+    same_case, same_inputs = peers.as_rows_of_one_head(case, inputs)
+    sizes = (same_case.n_batch, same_case.n_head, same_case.n_query, same_case.head_width)
+    assert same_inputs.query.shape == sizes and same_case.n_head == same_case.n_kv_head
+    out = peers.from_rows_of_one_head(case, mha_fast.reference.attention(*same_inputs))
+    right = mha_fast.reference.attention(*inputs)
     np.testing.assert_allclose(out, right, rtol=1e-12, atol=1e-14)
 
 

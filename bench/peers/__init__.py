@@ -22,12 +22,16 @@ import math
 import pkgutil
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from bench.cases import Case, Inputs
+
+# Enough to tell ways apart that differ by a tenth, and a small part of the measurement.
 _TRIAL_CALLS = 3
+_TRIAL_SECONDS = 0.03
 
 
 class Unsupported(Exception):
@@ -92,14 +96,17 @@ def fastest(ways: list[Prepared]) -> Prepared:
 def _trial_seconds(way):
     way.call()  # the first call may compile or allocate
     shortest = math.inf
-    for _ in range(_TRIAL_CALLS):
+    n_call = 0
+    end = time.perf_counter() + _TRIAL_SECONDS
+    while n_call < _TRIAL_CALLS or time.perf_counter() < end:
         start = time.perf_counter()
         way.call()
         shortest = min(shortest, time.perf_counter() - start)
+        n_call += 1
     return shortest
 
 
-def can_share_rows(case) -> bool:
+def can_share_rows(case: Case) -> bool:
     """Say whether the query heads of a group may be taken for rows of one head.
 
     They read the same keys and values, so that this is the same problem, and a mere reshape of
@@ -108,11 +115,13 @@ def can_share_rows(case) -> bool:
     return case.n_head != case.n_kv_head and not case.is_causal and case.mask != "float"
 
 
-def as_rows_of_one_head(case, query: np.ndarray) -> np.ndarray:
-    """Return `query` with the heads of each group behind each other as rows."""
-    return query.reshape(case.n_batch, case.n_kv_head, -1, case.head_width)
+def as_rows_of_one_head(case: Case, inputs: Inputs) -> tuple[Case, Inputs]:
+    """Return the same problem with the query heads of each group behind each other as rows."""
+    n_query = case.n_query * (case.n_head // case.n_kv_head)
+    query = inputs.query.reshape(case.n_batch, case.n_kv_head, n_query, case.head_width)
+    return replace(case, n_head=case.n_kv_head, n_query=n_query), inputs._replace(query=query)
 
 
-def from_rows_of_one_head(case, out: np.ndarray) -> np.ndarray:
+def from_rows_of_one_head(case: Case, out: np.ndarray) -> np.ndarray:
     """Undo `as_rows_of_one_head` in an output."""
     return out.reshape(case.n_batch, case.n_head, case.n_query, case.head_width)

@@ -47,21 +47,20 @@ def prepare(case, inputs, num_threads: int) -> Prepared:
         raise Unsupported(f"OpenVINO does not compute in {case.dtype} on this CPU")
     if case.is_causal and case.mask is not None:
         raise Unsupported("OpenVINO takes a mask or causal, not both")
-    query = inputs.query
+    as_one_head = inputs
     if case.n_head != case.n_kv_head:
         if not can_share_rows(case):
             raise Unsupported("OpenVINO has no grouped heads")
-        query = as_rows_of_one_head(case, query)
-    inputs = inputs._replace(query=query)
-    return fastest([_prepared(case, inputs, num_threads, turned) for turned in (False, True)])
+        _, as_one_head = as_rows_of_one_head(case, inputs)
+    return fastest([_prepared(case, as_one_head, num_threads, turned) for turned in (False, True)])
 
 
-def _prepared(case, inputs, num_threads, turned):
-    arrays = [array for array in inputs if array is not None]
+def _prepared(case, as_one_head, num_threads, turned):
+    arrays = [array for array in as_one_head if array is not None]
     if turned:
         arrays[1] = np.ascontiguousarray(arrays[1].swapaxes(-1, -2))
     call = _BoundCall(_compiled(case, arrays, turned, num_threads), arrays)
-    to_numpy = partial(_array, case, inputs.query.dtype)
+    to_numpy = partial(_array, case, as_one_head.query.dtype)
     return Prepared(call, to_numpy, f"keys {'transposed' if turned else 'as they are'}")
 
 

@@ -47,10 +47,10 @@ def prepare(case, inputs, num_threads: int) -> Prepared:
         return Prepared(partial(call, query), to_numpy)
     ways = [Prepared(partial(call, query, enable_gqa=True), to_numpy, "enable_gqa")]
     if can_share_rows(case):
-        rows = _tensor(as_rows_of_one_head(case, inputs.query))
+        _, shared = as_rows_of_one_head(case, inputs)
         ways.append(
             Prepared(
-                partial(call, rows),
+                partial(call, _tensor(shared.query)),
                 lambda result: from_rows_of_one_head(case, to_numpy(result)),
                 "group as rows",
             )
