@@ -74,7 +74,7 @@ def columns(peer: str) -> dict[str, int]:
     """Return title and width of each column."""
     return {
         "case": max(map(len, CASES)),
-        "shape": 21,
+        "shape": max(len(case.shape) for case in CASES.values()),
         "dtype": 14,
         "threads": 7,
         "mha_fast ms": 11,
@@ -183,8 +183,9 @@ def footnote(options: argparse.Namespace) -> str:
     text = (
         f"ms: the shortest time of all. Ratio: the median of {N_RATIO}, each between the shortest "
         f"times of {rounds} alternating turns of each; the range in brackets; under {TIE:.0%} is a "
-        "tie. Matrix unit: of its bfloat16 multiply-adds; in brackets the same with the 6 (precision "
-        "high: 3) bfloat16 products counted that one float32 product takes there. "
+        "tie. Matrix unit: of its bfloat16 multiply-adds; in brackets the same with the bfloat16 "
+        "products counted that one product of float32 or float16 takes there (6; float32 in "
+        "precision high: 3). "
         "Shape: batch, heads (/key and value heads where fewer), queries, keys, width."
     )
     if options.quick:

@@ -56,11 +56,14 @@ def fma_meter(num_threads: int, dtype: str) -> Callable[[], float] | None:
     return lambda: measure(num_threads) * share
 
 
-# How many bfloat16 products of the matrix unit one product of such numbers takes: a float32 is the
-# sum of three bfloat16 numbers, of whose nine products the largest six or three are computed.
+# How many bfloat16 products of the matrix unit one product of such numbers takes, as chosen in
+# src/kernels/amx.cpp: a float32 is the sum of three bfloat16 numbers, and the smallest of the nine
+# products of these parts are left out.
 _MATRIX_PRODUCTS = {
     ("bfloat16", "highest"): 1,
     ("bfloat16", "high"): 1,
+    ("float16", "highest"): 6,
+    ("float16", "high"): 6,
     ("float32", "highest"): 6,
     ("float32", "high"): 3,
 }

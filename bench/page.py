@@ -35,7 +35,7 @@ Details
 
 Shape: batch, heads (/key and value heads where fewer), queries, keys, width. FMA: fused multiply-adds out of
 registers. Matrix unit: of its bfloat16 multiply-adds; in brackets the same with the bfloat16 products counted that
-one float32 product takes there. Read: streaming read by NumPy. All three peaks are of the same number of
+one product of float32 or float16 takes there (6; float32 in precision high: 3). Read: streaming read by NumPy. All three peaks are of the same number of
 threads, measured between the timings of the same case. Error: the largest against float64 of the same
 (rounded) inputs.
 """

@@ -130,6 +130,7 @@ def test_matrix_peak_is_none_where_cpu_or_kernel_have_none(monkeypatch):
         ("bfloat16", "highest", "25%"),
         ("float32", "highest", "25% (6x: 150%)"),
         ("float32", "high", "25% (3x: 75%)"),
+        ("float16", "highest", "25% (6x: 150%)"),
         ("float64", "highest", "–"),
     ],
 )
