@@ -8,6 +8,9 @@
     compare, measure        the table against one peer; the process that does its timing
     peers                   one file per library to compare with
     memory                  peak memory of one call
+    report, page, store     many such tables, the page made of them, and what is kept for it
+    scaling, scaling_view   time and memory against length, and how they are shown
+    rst                     headings and tables of that page
     cache                   what a token costs as a KVCache grows
     pruned_heads            time that heads save which are switched off
     head_statistics         time and memory of head_statistics() beside attention()

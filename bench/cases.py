@@ -1,9 +1,21 @@
 """The named problems that every benchmark runs: shapes, inputs, arithmetic and traffic."""
 
+import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+
+DTYPES = ("float32", "float64", "float16", "bfloat16")
+
+
+def dtype_of(name: str) -> np.dtype:
+    """Return the dtype of that name; bfloat16 is the one that ml_dtypes adds to NumPy."""
+    if name == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)
 
 
 @dataclass(frozen=True)
@@ -30,6 +42,11 @@ class Case:
         return f"{self.n_batch}, {heads}, {self.n_query}, {self.n_key}, {self.head_width}"
 
     @property
+    def n_score(self) -> int:
+        """Elements of the array of queries × keys of all heads."""
+        return self.n_batch * self.n_head * self.n_query * self.n_key
+
+    @property
     def n_pairs(self) -> int:
         """Pairs of query and key per head that the shape and the causal rule leave.
 
@@ -51,7 +68,7 @@ class Case:
         """Every input read once and the output written once: the least that must move."""
         query_rows = 2 * self.n_head * self.n_query  # query and output
         key_rows = 2 * self.n_kv_head * self.n_key  # key and value
-        item = np.dtype(self.dtype).itemsize
+        item = dtype_of(self.dtype).itemsize
         rows = self.n_batch * (query_rows + key_rows) * self.head_width * item
         return rows + self._n_mask_bytes
 
@@ -59,7 +76,7 @@ class Case:
     def _n_mask_bytes(self) -> int:
         match self.mask:
             case "float":
-                return self.n_batch * self.n_query * self.n_key * np.dtype(self.dtype).itemsize
+                return self.n_batch * self.n_query * self.n_key * dtype_of(self.dtype).itemsize
             case "key_padding":
                 return self.n_batch * self.n_key
             case _:
@@ -80,9 +97,10 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
     rng = np.random.default_rng(seed)
     # Normal data: zeros or constants run faster than anything real on some units.
     drawn = np.float64 if case.dtype == "float64" else np.float32
+    dtype = dtype_of(case.dtype)
 
     def normal(*shape):
-        return rng.standard_normal(shape, dtype=drawn).astype(case.dtype, copy=False)
+        return rng.standard_normal(shape, dtype=drawn).astype(dtype, copy=False)
 
     return Inputs(
         query=normal(case.n_batch, case.n_head, case.n_query, case.head_width),
@@ -108,6 +126,7 @@ def _make_mask(case, normal):
 _ALL = (
     Case("prefill_512_e64", 1, 8, 8, 512, 512, 64),
     Case("prefill_512_e128", 1, 8, 8, 512, 512, 128),
+    Case("prefill_1024_e64", 1, 8, 8, 1024, 1024, 64),
     Case("prefill_2048_e64", 1, 8, 8, 2048, 2048, 64),
     Case("prefill_2048_e128", 1, 8, 8, 2048, 2048, 128),
     Case("causal_2048_e64", 1, 8, 8, 2048, 2048, 64, is_causal=True),
@@ -120,6 +139,37 @@ _ALL = (
     Case("float_mask", 1, 8, 8, 2048, 2048, 64, mask="float"),
     Case("key_padding_mask", 1, 8, 8, 2048, 2048, 64, mask="key_padding"),
     Case("prefill_512_e64_float64", 1, 8, 8, 512, 512, 64, dtype="float64"),
+    Case("long_one_head", 1, 1, 1, 16384, 16384, 64),
+    Case("long_one_head_causal", 1, 1, 1, 16384, 16384, 64, is_causal=True),
 )
 
 CASES = {case.name: case for case in _ALL}
+
+# Those whose dtype may be exchanged without making one of the others.
+ANY_DTYPE = [case.name for case in _ALL if case.dtype == "float32"]
+
+# Plain NumPy computes these within seconds and 0.2 GB of scores: it is the yardstick of the guard.
+GUARDED = [case.name for case in _ALL if case.n_score <= 8 * 2048 * 2048]
+
+_ONE_HEAD = re.compile(r"one_head_(\d+)(_causal)?")
+
+
+def one_head(length: int, is_causal: bool) -> Case:
+    """Return the problem of `length` queries and keys of one head, as ``bench.scaling`` runs it."""
+    name = f"one_head_{length}{'_causal' if is_causal else ''}"
+    return Case(name, 1, 1, 1, length, length, 64, is_causal)
+
+
+def find(name: str) -> Case:
+    """Return the case of that name, one of `CASES` or of `one_head`.
+
+    Raises
+    ------
+    ValueError
+        There is no such case; the message names those of `CASES`.
+    """
+    if name in CASES:
+        return CASES[name]
+    if found := _ONE_HEAD.fullmatch(name):
+        return one_head(int(found[1]), found[2] is not None)
+    raise ValueError(f"no case {name!r}; there are {', '.join(CASES)}")

@@ -15,14 +15,16 @@ import sys
 from pathlib import Path
 
 from . import peers
-from .cases import CASES
+from .accuracy import ROUNDING_OF
+from .cases import ANY_DTYPE, CASES, DTYPES, find
+from .machine import matrix_products
 from .measure import N_RATIO, Effort, Measurement
 
-_ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent
+TIE = 0.05  # less of a difference is none
 _FULL = Effort(rounds=4, turn_seconds=0.1)
 _QUICK = Effort(rounds=1, turn_seconds=0.002)
 _QUICK_CASES = ["odd", "tiny"]
-_TIE = 0.05
 
 # NumPy's BLAS, whichever it is, reads the size of its thread pool once, when it is loaded.
 _THREAD_VARIABLES = (
@@ -35,7 +37,10 @@ _THREAD_VARIABLES = (
 
 
 def measurements(options: argparse.Namespace, num_threads: int):
-    """Run the measuring process for one thread count; yield what it prints, object by object."""
+    """Run the measuring process for one thread count; yield what it prints, object by object.
+
+    `options` says peer, cases, dtype, precision and effort.
+    """
     command = [
         *(sys.executable, "-m", "bench.measure"),
         *("--peer", options.peer),
@@ -43,11 +48,12 @@ def measurements(options: argparse.Namespace, num_threads: int):
         *("--rounds", str(options.effort.rounds)),
         *("--turn-seconds", str(options.effort.turn_seconds)),
         *(() if options.dtype is None else ("--dtype", options.dtype)),
+        *("--precision", options.precision),
         *("--cases", *options.cases),
     ]
     environment = os.environ | dict.fromkeys(_THREAD_VARIABLES, str(num_threads))
     with subprocess.Popen(
-        command, cwd=_ROOT, env=environment, stdout=subprocess.PIPE, text=True
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
     ) as process:
         for line in process.stdout:
             yield json.loads(line)
@@ -68,13 +74,14 @@ def columns(peer: str) -> dict[str, int]:
     """Return title and width of each column."""
     return {
         "case": max(map(len, CASES)),
-        "shape": 21,
-        "dtype": 8,
+        "shape": max(len(case.shape) for case in CASES.values()),
+        "dtype": 14,
         "threads": 7,
         "mha_fast ms": 11,
         f"{peer} ms": 11,
         f"{peer} / mha_fast (range)": 26,
-        "GFLOP/s (of peak)": 19,
+        "GFLOP/s (of FMA)": 19,
+        "of matrix unit": 14,
         "GB/s (of read)": 15,
         f"max error, mha_fast / {peer}": 30,
     }
@@ -82,7 +89,10 @@ def columns(peer: str) -> dict[str, int]:
 
 def cells(measured: Measurement) -> list[str]:
     """Return the row of one measurement, column by column."""
-    what = [measured.case, measured.shape, measured.dtype, str(measured.num_threads)]
+    dtype = measured.dtype
+    if measured.precision != "highest":
+        dtype += f", {measured.precision}"
+    what = [measured.case, measured.shape, dtype, str(measured.num_threads)]
     if measured.refused is not None:
         return [*what, f"not timed: {measured.refused}"]
     return [
@@ -91,14 +101,31 @@ def cells(measured: Measurement) -> list[str]:
         f"{measured.peer_seconds * 1e3:.4g}",
         _ratio(measured),
         _of_peak(measured.gflops, measured.fma_peak),
+        of_matrix_unit(measured),
         _of_peak(measured.gbytes, measured.read_peak),
         f"{measured.ours_error:.1e} / {measured.peer_error:.1e}",
     ]
 
 
+def is_tie(ratio: float) -> bool:
+    """Say whether the two are equally fast as far as can be told."""
+    return abs(ratio - 1) < TIE
+
+
+def of_matrix_unit(measured: Measurement) -> str:
+    """Return the share of the matrix unit's bfloat16 peak, and that of the products it takes."""
+    if measured.matrix_peak is None:
+        return "–"
+    share = measured.gflops / measured.matrix_peak
+    n_product = matrix_products(measured.dtype, measured.precision)
+    return (
+        f"{share:.0%}" if n_product == 1 else f"{share:.0%} ({n_product}x: {n_product * share:.0%})"
+    )
+
+
 def _ratio(measured):
     low, high = min(measured.ratios), max(measured.ratios)
-    tie = " tie" if abs(measured.ratio - 1) < _TIE else ""
+    tie = " tie" if is_tie(measured.ratio) else ""
     return f"{measured.ratio:.2f} ({low:.2f} to {high:.2f}){tie}"
 
 
@@ -139,6 +166,7 @@ def peaks(measured: list[Measurement]) -> list[str]:
             lines.append(
                 f"peaks of the machine, {num_threads} thread(s): "
                 f"fused multiply-add {_range((m.fma_peak for m in timed), 'GFLOP/s')}, "
+                f"matrix unit {_range((m.matrix_peak for m in timed), 'GFLOP/s')}, "
                 f"streaming read {_range((m.read_peak for m in timed), 'GB/s')}"
             )
     return lines
@@ -154,8 +182,11 @@ def footnote(options: argparse.Namespace) -> str:
     rounds = options.effort.rounds
     text = (
         f"ms: the shortest time of all. Ratio: the median of {N_RATIO}, each between the shortest "
-        f"times of {rounds} alternating turns of each; the range in brackets; under {_TIE:.0%} is a "
-        "tie. Shape: batch, heads (/key and value heads where fewer), queries, keys, width."
+        f"times of {rounds} alternating turns of each; the range in brackets; under {TIE:.0%} is a "
+        "tie. Matrix unit: of its bfloat16 multiply-adds; in brackets the same with the bfloat16 "
+        "products counted that one product of float32 or float16 takes there (6; float32 in "
+        "precision high: 3). "
+        "Shape: batch, heads (/key and value heads where fewer), queries, keys, width."
     )
     if options.quick:
         text += " Quick run: too short to quote."
@@ -167,6 +198,20 @@ def _parse(arguments):
         prog="python -m bench.compare", description="Time mha_fast against one other library."
     )
     parser.add_argument("--peer", choices=peers.names(), default="torch")
+    add_options(parser)
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="for all cases (default: float32, or what the name says)"
+    )
+    parser.add_argument("--markdown", action="store_true")
+    options = parser.parse_args(arguments)
+    if options.precision == "high" and options.dtype not in (None, "float32"):
+        parser.error("precision high is one of float32")
+    complete(options, list(CASES) if options.dtype is None else ANY_DTYPE)
+    return options
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what every table can choose."""
     parser.add_argument(
         "--threads", type=_counts, default=[1, 2], metavar="N,N", help="default: 1,2"
     )
@@ -174,16 +219,17 @@ def _parse(arguments):
         "--cases", type=_case_names, metavar="NAME,NAME", help=f"of: {', '.join(CASES)}"
     )
     parser.add_argument(
-        "--dtype", choices=["float32", "float64"], help="for all cases (default: each its own)"
+        "--precision", choices=ROUNDING_OF, default="highest", help="of mha_fast in float32"
     )
     parser.add_argument("--rounds", type=_count, help=f"turns per ratio (default: {_FULL.rounds})")
     parser.add_argument("--quick", action="store_true", help="small cases, short turns")
-    parser.add_argument("--markdown", action="store_true")
-    options = parser.parse_args(arguments)
+
+
+def complete(options: argparse.Namespace, all_cases: list[str]) -> None:
+    """Replace what was not said by what it then means."""
     effort = _QUICK if options.quick else _FULL
     options.effort = Effort(options.rounds or effort.rounds, effort.turn_seconds)
-    options.cases = options.cases or (_QUICK_CASES if options.quick else list(CASES))
-    return options
+    options.cases = options.cases or (_QUICK_CASES if options.quick else all_cases)
 
 
 def _count(text):
@@ -200,14 +246,15 @@ def _counts(text):
 def _case_names(text):
     names = text.split(",")
     for name in names:
-        if name not in CASES:
-            raise argparse.ArgumentTypeError(f"no case {name!r}; there are {', '.join(CASES)}")
+        try:
+            find(name)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
     return names
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command; return its exit status."""
-    options = _parse(arguments)
+def print_table(options: argparse.Namespace) -> tuple[dict, list[Measurement]]:
+    """Measure and print row by row; return what was measured, and on what."""
     table = None
     measured = []
     for num_threads in options.threads:
@@ -220,6 +267,12 @@ def main(arguments: list[str] | None = None) -> int:
             measured.append(Measurement(**line))
             table.row(cells(measured[-1]))
     print("", *peaks(measured), footnote(options), sep="\n")
+    return about, measured
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    _, measured = print_table(_parse(arguments))
     return 1 if any(m.wrong for m in measured) else 0
 
 

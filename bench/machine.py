@@ -5,11 +5,14 @@ import platform
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 
 import mha_fast
 from mha_fast import _core
+
+from .cases import dtype_of
 
 # Large enough to come from beyond the private caches. A larger case is read at its own size, so
 # that a big shared cache helps the case and the measurement alike.
@@ -49,8 +52,37 @@ def fma_meter(num_threads: int, dtype: str) -> Callable[[], float] | None:
     measure = getattr(_core, "measure_fma_peak", None)
     if measure is None:
         return None
-    share = 4 / max(np.dtype(dtype).itemsize, 4)
+    share = 4 / max(dtype_of(dtype).itemsize, 4)
     return lambda: measure(num_threads) * share
+
+
+# How many bfloat16 products of the matrix unit one product of such numbers takes, as chosen in
+# src/kernels/amx.cpp: a float32 is the sum of three bfloat16 numbers, and the smallest of the nine
+# products of these parts are left out.
+_MATRIX_PRODUCTS = {
+    ("bfloat16", "highest"): 1,
+    ("bfloat16", "high"): 1,
+    ("float16", "highest"): 6,
+    ("float16", "high"): 6,
+    ("float32", "highest"): 6,
+    ("float32", "high"): 3,
+}
+
+
+def matrix_products(dtype: str, precision: str) -> int | None:
+    """Return what one product costs on a matrix unit of bfloat16, None where it has no use."""
+    return _MATRIX_PRODUCTS.get((dtype, precision))
+
+
+def matrix_meter(num_threads: int) -> Callable[[], float] | None:
+    """Return a call that measures the matrix unit: GFLOP/s of bfloat16 multiply-adds.
+
+    None where the CPU has no such unit or the kernel cannot measure it.
+    """
+    measure = getattr(_core, "measure_matrix_peak", None)
+    if measure is None or measure(num_threads) is None:
+        return None
+    return partial(measure, num_threads)
 
 
 class ReadMeter:

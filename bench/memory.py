@@ -8,13 +8,17 @@ hide what the next one needs.
 
 import argparse
 import sys
+from dataclasses import replace
 
 import numpy as np
 
 import mha_fast
-from mha_fast.reference import naive_attention
+
+from . import peers
+from .cases import Case, make_inputs
 
 MIB = 1 << 20
+_SMALL = 16
 
 
 def _status_bytes(field):
@@ -44,30 +48,41 @@ def resident_peak() -> int:
     return _status_bytes("VmHWM") if sys.platform == "linux" else _maximum_so_far()
 
 
-def _fused(query, key, value, out, options):
-    mha_fast.attention(
-        query, key, value, is_causal=options.causal, num_threads=options.threads, out=out
-    )
-
-
-def _naive(query, key, value, out, options):
-    out[...] = naive_attention(query, key, value, is_causal=options.causal)
-
-
-CONTENDERS = {"mha_fast": _fused, "numpy": _naive}
+# Those that allocate within the call and not when they prepare it.
+CONTENDERS = ("mha_fast", "numpy", "torch")
 
 
 def extra_bytes(options: argparse.Namespace) -> int:
     """Make one call; return how far memory rose above inputs and output."""
-    shape = (1, 1, options.length, options.width)
-    rng = np.random.default_rng(0)
-    query, key, value, out = (np.empty(shape, options.dtype) for _ in range(4))
-    for array in (query, key, value):
-        rng.standard_normal(dtype=options.dtype, out=array)  # in place: no higher peak before
+    case = Case(
+        "one call", 1, 1, 1, options.length, options.length, options.width,
+        is_causal=options.causal, dtype=options.dtype,
+    )  # fmt: skip
+    weigh = _rise_of_mha_fast if options.contender == "mha_fast" else _rise_of_peer
+    return weigh(case, make_inputs(case), options)
+
+
+def _rise_of_mha_fast(case, inputs, options):
+    out = np.empty_like(inputs.query)
     out.fill(0)  # untouched pages would count as memory of the call
     before = resident_now()
-    CONTENDERS[options.contender](query, key, value, out, options)
+    mha_fast.attention(*inputs, is_causal=case.is_causal, num_threads=options.threads, out=out)
     return resident_peak() - before
+
+
+def _rise_of_peer(case, inputs, options):
+    peer = peers.load(options.contender)
+    num_threads = options.threads or mha_fast.get_num_threads()
+    with peer.session(num_threads):
+        # Pages of code are read at the first call, and these libraries have a lot of it.
+        small = replace(case, n_query=_SMALL, n_key=_SMALL)
+        peer.prepare(small, make_inputs(small), num_threads).call()
+        prepared = peer.prepare(case, inputs, num_threads)
+        before = resident_now()
+        result = prepared.call()
+        rise = resident_peak() - before
+        # A result of a few pages may lie in memory that was there before.
+        return max(rise - prepared.to_numpy(result).nbytes, 0)
 
 
 def _parse(arguments):
@@ -80,13 +95,20 @@ def _parse(arguments):
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--threads", type=int, help="default: all that mha_fast would take")
     parser.add_argument("--contender", choices=CONTENDERS, default="mha_fast")
+    parser.add_argument("--bytes", action="store_true", help="print the number alone")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command."""
     options = _parse(arguments)
-    extra = extra_bytes(options)
+    try:
+        extra = extra_bytes(options)
+    except (peers.MissingLibrary, peers.Unsupported) as error:
+        raise SystemExit(f"memory: {error}") from error
+    if options.bytes:
+        print(extra)
+        return
     array = options.length * options.width * np.dtype(options.dtype).itemsize
     print(
         f"{options.contender}: {extra / MIB:.1f} MiB above inputs and output "

@@ -1,10 +1,13 @@
 """The way from the tests to bench/, which is not installed, and what they share."""
 
+import importlib.util
 import os
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # for the next line, which takes it off again
@@ -19,6 +22,18 @@ def run_python(*arguments, cwd=ROOT, **environment):
     )  # fmt: skip
 
 
+HAS_ML_DTYPES = importlib.util.find_spec("ml_dtypes") is not None
+DTYPES = [
+    pytest.param(
+        name,
+        marks=pytest.mark.skipif(
+            name == "bfloat16" and not HAS_ML_DTYPES, reason="ml_dtypes is not installed"
+        ),
+    )
+    for name in cases.DTYPES
+]
+
+
 def small(case):
     """The same problem with few queries and keys."""
     n_query, n_key = min(case.n_query, 21), min(case.n_key, 24)
@@ -27,6 +42,7 @@ def small(case):
 
 SMALL = [
     *map(small, cases.CASES.values()),
+    cases.Case("causal_square", 2, 4, 4, 24, 24, 8, is_causal=True),
     cases.Case("causal_bool", 2, 4, 2, 30, 24, 8, is_causal=True, mask="key_padding"),
     cases.Case("causal_float", 2, 4, 2, 20, 24, 8, is_causal=True, mask="float"),
 ]

@@ -48,6 +48,7 @@ def test_compare_markdown_is_a_table_of_equal_rows():
         ("--cases", "tiny,huge", "no case 'huge'; there are prefill_512_e64, "),
         ("--threads", "0", "0 is less than 1"),
         ("--rounds", "0", "0 is less than 1"),
+        ("--dtype", "int8", "invalid choice: 'int8'"),
     ],
 )
 def test_compare_refuses_what_it_does_not_know(option, value, complaint):
@@ -60,6 +61,30 @@ def mib_of(contender):
     done = run_python("-m", "bench.memory", "--length", "2048", "--contender", contender)
     assert done.stderr == ""
     return float(re.match(rf"{contender}: ([\d.]+) MiB above inputs and output", done.stdout)[1])
+
+
+def test_memory_prints_the_number_alone():
+    done = run_python("-m", "bench.memory", "--length", "64", "--bytes")
+    assert done.stderr == "" and int(done.stdout) < 1 << 20
+
+
+def test_memory_refuses_what_would_not_fit():
+    done = run_python("-m", "bench.memory", "--length", "30000", "--contender", "numpy")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "would take 3.6 GB" in done.stderr
+
+
+def test_compare_refuses_high_precision_of_other_dtypes():
+    done = run_python("-m", "bench.compare", "--precision", "high", "--dtype", "float16")
+    assert done.returncode == 2 and "precision high is one of float32" in done.stderr
+
+
+def test_compare_names_precision_high():
+    done = run_python(
+        *("-m", "bench.compare", "--peer", "numpy", "--quick", "--threads", "1"),
+        *("--cases", "tiny", "--precision", "high"),
+    )
+    assert done.returncode == 0 and re.search(r"^tiny .* float32, high ", done.stdout, re.MULTILINE)
 
 
 def test_memory_sees_the_scores_that_numpy_writes_and_mha_fast_does_not():

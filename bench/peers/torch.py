@@ -3,10 +3,18 @@
 from contextlib import contextmanager
 from functools import partial
 
+import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from . import Unsupported
+from . import (
+    Prepared,
+    Unsupported,
+    as_rows_of_one_head,
+    can_share_rows,
+    fastest,
+    from_rows_of_one_head,
+)
 
 
 def version() -> str:
@@ -22,22 +30,43 @@ def session(num_threads: int):
         yield
 
 
-def prepare(case, inputs):
-    """Return a call that computes `case` once."""
+def prepare(case, inputs, num_threads: int) -> Prepared:
+    """Return the fastest call that computes `case` once."""
     if case.is_causal and case.mask is not None:
         raise Unsupported("torch takes a mask or is_causal, not both")
-    query, key, value = (torch.from_numpy(array) for array in inputs[:3])
-    return partial(
+    query, key, value, attn_mask = (_tensor(array) for array in inputs)
+    call = partial(
         scaled_dot_product_attention,
-        query,
-        key,
-        value,
-        attn_mask=None if inputs.attn_mask is None else torch.from_numpy(inputs.attn_mask),
+        key=key,
+        value=value,
+        attn_mask=attn_mask,
         is_causal=case.is_causal,
-        enable_gqa=case.n_head != case.n_kv_head,
     )
+    to_numpy = partial(_array, dtype=inputs.query.dtype)
+    if case.n_head == case.n_kv_head:
+        return Prepared(partial(call, query), to_numpy)
+    ways = [Prepared(partial(call, query, enable_gqa=True), to_numpy, "enable_gqa")]
+    if can_share_rows(case):
+        _, shared = as_rows_of_one_head(case, inputs)
+        ways.append(
+            Prepared(
+                partial(call, _tensor(shared.query)),
+                lambda result: from_rows_of_one_head(case, to_numpy(result)),
+                "group as rows",
+            )
+        )
+    return fastest(ways)
 
 
-def to_numpy(result):
-    """Return `result` as a NumPy array."""
-    return result.numpy()
+def _tensor(array):
+    if array is None:
+        return None
+    if array.dtype.name == "bfloat16":  # not a type that torch knows from NumPy
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def _array(tensor, dtype):
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(dtype)
+    return tensor.numpy()
