@@ -10,13 +10,18 @@ namespace MHA_ISA_NAMESPACE {
 
 template <class T> constexpr ptrdiff_t padded(ptrdiff_t width) { return (width + lanes<T> - 1) / lanes<T> * lanes<T>; }
 
-// Memory is asked for this far ahead of its use (bench.compare --cases decode: 2 and 8 KiB tie).
-constexpr ptrdiff_t prefetch_bytes = 4096;
+// Memory is asked for this far ahead of its use (bench.compare --cases decode, one thread: 4 KiB is 10% slower, 16 KiB
+// ties).
+constexpr ptrdiff_t prefetch_bytes = 8192, line_bytes = 64;
 
-template <class S> MHA_INLINE void prefetch_ahead(const S *row, ptrdiff_t stride, ptrdiff_t width) {
-    const ptrdiff_t row_bytes = width * ptrdiff_t(sizeof(S));
-    const char *ahead = (const char *)row + stride * (prefetch_bytes / (row_bytes + 1) + 1);
-    for (ptrdiff_t byte = 0; byte < row_bytes; byte += 64) __builtin_prefetch(ahead + byte, 0, 3);
+// From a row to the one that far ahead of it.  Each line is asked for where its counterpart is used: requests in a
+// burst fill the line buffers, and the loads behind them wait.
+MHA_INLINE ptrdiff_t bytes_ahead(ptrdiff_t stride, ptrdiff_t row_bytes) {
+    return stride * (prefetch_bytes / (row_bytes + 1) + 1);
+}
+
+template <class S> MHA_INLINE void prefetch(const S *p, ptrdiff_t ahead) {
+    __builtin_prefetch((const char *)p + ahead, 0, 3);
 }
 
 template <class T, class S>
@@ -29,45 +34,61 @@ void few_pack(void *query, const char *const *row, ptrdiff_t n_row, ptrdiff_t wi
         }
 }
 
-// N_ROW rows against lanes / N_ROW keys: one vector of dot products, row major.
-template <class T, class S, int N_ROW>
-MHA_INLINE vec<T> dot_products(const T *query, const S *const *key, ptrdiff_t width) {
-    constexpr int n_key = lanes<T> / N_ROW;
+// product[row][key], for N_ROW rows and N_KEY keys: their products, not yet summed over the lanes
+template <class T, class S, int N_ROW, int N_KEY>
+MHA_INLINE void dot_products(vec<T> *product, ptrdiff_t product_stride, const T *query, const S *const *key,
+                             ptrdiff_t width, ptrdiff_t ahead) {
+    constexpr ptrdiff_t line = line_bytes / sizeof(S) > lanes<T> ? line_bytes / sizeof(S) : lanes<T>;
     const ptrdiff_t query_stride = padded<T>(width);
-    vec<T> product[lanes<T>] = {};
+    vec<T> sum[N_ROW][N_KEY] = {};
+    auto fetch = [=](ptrdiff_t d) __attribute__((always_inline)) {
+        MHA_UNROLL for (int j = 0; j < N_KEY; j++) prefetch(key[j] + d, ahead);
+    };
     auto add = [&](ptrdiff_t d, auto load_key) __attribute__((always_inline)) {
-        vec<T> k[n_key];
-        MHA_UNROLL for (int j = 0; j < n_key; j++) k[j] = load_key(key[j] + d);
+        vec<T> k[N_KEY];
+        MHA_UNROLL for (int j = 0; j < N_KEY; j++) k[j] = load_key(key[j] + d);
         MHA_UNROLL for (int r = 0; r < N_ROW; r++) {
-            vec<T> q = load(query + r * query_stride + d);
-            MHA_UNROLL for (int j = 0; j < n_key; j++) product[r * n_key + j] += q * k[j];
+            const vec<T> q = load(query + r * query_stride + d);
+            MHA_UNROLL for (int j = 0; j < N_KEY; j++) sum[r][j] += q * k[j];
         }
     };
+    auto whole = [](const S *p) __attribute__((always_inline)) { return load_stored<T>(p); };
     ptrdiff_t d = 0;
-    for (; d + lanes<T> <= width; d += lanes<T>)
-        add(d, [](const S *p) __attribute__((always_inline)) { return load_stored<T>(p); });
+    for (; d + line <= width; d += line) {
+        fetch(d);
+        MHA_UNROLL for (ptrdiff_t x = 0; x < line; x += lanes<T>) add(d + x, whole);
+    }
+    if (d < width) fetch(d);
+    for (; d + lanes<T> <= width; d += lanes<T>) add(d, whole);
     if (d < width) add(d, [=](const S *p) __attribute__((always_inline)) { return load_stored_first<T>(p, width - d); });
-    return row_sums<T>(product);
+    MHA_UNROLL for (int r = 0; r < N_ROW; r++) {
+        MHA_UNROLL for (int j = 0; j < N_KEY; j++) product[r * product_stride + j] = sum[r][j];
+    }
 }
 
 template <class T, class S>
 void few_scores(void *score_, const void *query_, ptrdiff_t n_row, const char *key, ptrdiff_t key_stride,
                 ptrdiff_t n_key, ptrdiff_t width) {
     const T *query = (const T *)query_;
+    const ptrdiff_t ahead = bytes_ahead(key_stride, width * ptrdiff_t(sizeof(S)));
     constexpr int most_rows = lanes<T> < 4 ? lanes<T> : 4;
     for (ptrdiff_t j = 0; j < n_key; j += lanes<T>) {
         // Past the end the last row stands in; its products are overwritten with -inf.
         const S *key_row[lanes<T>];
         for (int i = 0; i < lanes<T>; i++) key_row[i] = row_at<S>(key, key_stride, j + i < n_key ? j + i : n_key - 1);
-        for (int i = 0; i < lanes<T>; i++) prefetch_ahead(key_row[i], key_stride, width);
         in_steps<most_rows>(n_row, [&](auto step, ptrdiff_t r) __attribute__((always_inline)) {
-            constexpr int rows = decltype(step)::value, keys = lanes<T> / rows;
+            // As many products as a vector has lanes are summed up together; at most four keys are read side by side.
+            constexpr int rows = decltype(step)::value, keys = lanes<T> / rows, abreast = keys < 4 ? keys : 4;
             T *score = (T *)score_ + r * MHA_KEY_SPLIT + j;
             for (int k = 0; k < rows; k++) {
-                T product[lanes<T>];
-                store(product, dot_products<T, S, rows>(query + r * padded<T>(width), key_row + k * keys, width));
+                vec<T> product[lanes<T>];
+                for (int i = 0; i < keys; i += abreast)
+                    dot_products<T, S, rows, abreast>(product + i, keys, query + r * padded<T>(width),
+                                                      key_row + k * keys + i, width, r == 0 ? ahead : 0);
+                T sum[lanes<T>];
+                store(sum, row_sums<T>(product));
                 MHA_UNROLL for (int i = 0; i < rows; i++)
-                    memcpy(score + i * MHA_KEY_SPLIT + k * keys, product + i * keys, keys * sizeof(T));
+                    memcpy(score + i * MHA_KEY_SPLIT + k * keys, sum + i * keys, keys * sizeof(T));
             }
         });
     }
@@ -103,10 +124,12 @@ constexpr ptrdiff_t keys_together = 32;
 // sum[N_ROW][N_VECTOR vectors] += weights times n_key value rows
 template <class T, class S, int N_ROW, int N_VECTOR, class Load>
 MHA_INLINE void add_values(T *sum, ptrdiff_t sum_stride, const T *weight, const char *value, ptrdiff_t value_stride,
-                           ptrdiff_t n_key, Load load_value) {
+                           ptrdiff_t n_key, ptrdiff_t ahead, Load load_value) {
     vec<T> part[N_ROW][N_VECTOR] = {};
     for (ptrdiff_t j = 0; j < n_key; j++) {
         const S *v = row_at<S>(value, value_stride, j);
+        MHA_UNROLL for (int byte = 0; byte < N_VECTOR * lanes<T> * int(sizeof(S)); byte += line_bytes)
+            prefetch((const char *)v + byte, ahead);
         MHA_UNROLL for (int x = 0; x < N_VECTOR; x++) {
             vec<T> feature = load_value(v + x * lanes<T>);
             MHA_UNROLL for (int r = 0; r < N_ROW; r++) part[r][x] += weight[r * MHA_KEY_SPLIT + j] * feature;
@@ -126,11 +149,11 @@ void few_values(void *sum_, const void *weight_, ptrdiff_t n_row, const char *va
     constexpr int accumulators = MHA_ACCUMULATORS >= 16 ? 16 : 8;
     constexpr ptrdiff_t vector_bytes = lanes<T> * sizeof(S);
     const ptrdiff_t stride = padded<T>(width), n_full = width / lanes<T>, rest = width % lanes<T>;
+    const ptrdiff_t ahead = bytes_ahead(value_stride, width * ptrdiff_t(sizeof(S)));
     memset(sum_, 0, n_row * stride * sizeof(T));
     for (ptrdiff_t j = 0; j < n_key; j += keys_together) {
         const ptrdiff_t n = n_key - j < keys_together ? n_key - j : keys_together;
         const char *block = value + j * value_stride;
-        for (ptrdiff_t i = 0; i < n; i++) prefetch_ahead(row_at<S>(block, value_stride, i), value_stride, width);
         in_steps<4>(n_row, [&](auto step, ptrdiff_t r) __attribute__((always_inline)) {
             constexpr int rows = decltype(step)::value;
             T *sum = (T *)sum_ + r * stride;
@@ -138,11 +161,12 @@ void few_values(void *sum_, const void *weight_, ptrdiff_t n_row, const char *va
             in_steps<accumulators / (rows < 2 ? 2 : rows)>(n_full, [&](auto vectors, ptrdiff_t x) __attribute__((always_inline)) {
                 add_values<T, S, rows, decltype(vectors)::value>(
                     sum + x * lanes<T>, stride, weight, block + x * vector_bytes, value_stride, n,
-                    [](const S *p) __attribute__((always_inline)) { return load_stored<T>(p); });
+                    r == 0 ? ahead : 0, [](const S *p) __attribute__((always_inline)) { return load_stored<T>(p); });
             });
             if (rest)
                 add_values<T, S, rows, 1>(
                     sum + n_full * lanes<T>, stride, weight, block + n_full * vector_bytes, value_stride, n,
+                    r == 0 ? ahead : 0,
                     [=](const S *p) __attribute__((always_inline)) { return load_stored_first<T>(p, rest); });
         });
     }

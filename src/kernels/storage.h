@@ -20,13 +20,42 @@ MHA_INLINE half_bits load_bits(const void *p) {
     return v;
 }
 
-MHA_INLINE vec<float> widened(half_bits h, bfloat16) {
-    return (vec<float>)(__builtin_convertvector(h, float_bits) << 16);
+// The first n patterns; nothing past them is read or written.
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+MHA_INLINE half_bits load_bits_first(const void *p, ptrdiff_t n) {
+    return (half_bits)_mm256_maskz_loadu_epi16((__mmask16)((1u << n) - 1), p);
 }
+MHA_INLINE void store_bits_first(void *p, half_bits h, ptrdiff_t n) {
+    _mm256_mask_storeu_epi16(p, (__mmask16)((1u << n) - 1), (__m256i)h);
+}
+#else
+MHA_INLINE half_bits load_bits_first(const void *p, ptrdiff_t n) {
+    half_bits h = {};
+    memcpy(&h, p, n * sizeof(uint16_t));
+    return h;
+}
+MHA_INLINE void store_bits_first(void *p, half_bits h, ptrdiff_t n) { memcpy(p, &h, n * sizeof(uint16_t)); }
+#endif
+
+// 16-bit patterns as 32-bit ones and back (below 2**16); GCC 12 makes a dozen instructions of the general conversion.
+#if defined(__AVX512F__)
+MHA_INLINE float_bits extended(half_bits h) { return (float_bits)_mm512_cvtepu16_epi32((__m256i)h); }
+MHA_INLINE half_bits shortened(float_bits b) { return (half_bits)_mm512_cvtepi32_epi16((__m512i)b); }
+#elif defined(__AVX2__)
+MHA_INLINE float_bits extended(half_bits h) { return (float_bits)_mm256_cvtepu16_epi32((__m128i)h); }
+MHA_INLINE half_bits shortened(float_bits b) {
+    return (half_bits)_mm_packus_epi32(_mm256_castsi256_si128((__m256i)b), _mm256_extracti128_si256((__m256i)b, 1));
+}
+#else
+MHA_INLINE float_bits extended(half_bits h) { return __builtin_convertvector(h, float_bits); }
+MHA_INLINE half_bits shortened(float_bits b) { return __builtin_convertvector(b, half_bits); }
+#endif
+
+MHA_INLINE vec<float> widened(half_bits h, bfloat16) { return (vec<float>)(extended(h) << 16); }
 MHA_INLINE half_bits narrowed(vec<float> v, bfloat16) {
     const float_bits bits = (float_bits)v, rounded = bits + 0x7fff + ((bits >> 16) & 1);
     const float_bits nan = bits | 0x400000;  // quiet, and never rounded up into Inf
-    return __builtin_convertvector((v != v ? nan : rounded) >> 16, half_bits);
+    return shortened((v != v ? nan : rounded) >> 16);
 }
 
 #if defined(__AVX512F__)
@@ -42,7 +71,7 @@ MHA_INLINE half_bits narrowed(vec<float> v, float16) {
 #else
 MHA_INLINE vec<float> widened(half_bits h, float16) {
     // The 15 bits moved to float32's place are 2**112 too small; Inf and NaN need their exponent filled up.
-    const float_bits wide = __builtin_convertvector(h, float_bits), size = (wide & 0x7fff) << 13;
+    const float_bits wide = extended(h), size = (wide & 0x7fff) << 13;
     const float_bits number = (float_bits)((vec<float>)size * 0x1p112f);
     const float_bits magnitude = size >= 0x7c00u << 13 ? size | 0x7f800000 : number;
     return (vec<float>)(magnitude | (wide & 0x8000) << 16);
@@ -56,7 +85,7 @@ MHA_INLINE half_bits narrowed(vec<float> v, float16) {
     float_bits result = size < 113u << 23 ? small : normal;
     result = size >= 143u << 23 ? float_bits{} + 0x7c00 : result;
     result = size > 0x7f800000 ? float_bits{} + 0x7e00 : result;
-    return __builtin_convertvector(result | sign, half_bits);
+    return shortened(result | sign);
 }
 #endif
 
@@ -76,18 +105,17 @@ template <class T, class S> MHA_INLINE void store_stored(S *p, vec<T> v) {
 
 // The first n lanes from memory, the others 0; nothing past them is read or written.
 template <class T, class S> MHA_INLINE vec<T> load_stored_first(const S *p, ptrdiff_t n) {
-    if constexpr (sizeof(S) == 2) {
-        S lane[lanes<T>] = {};
-        for (ptrdiff_t i = 0; i < n; i++) lane[i] = p[i];
-        return load_stored<T>(lane);
-    } else {
-        return load_first(p, n);
-    }
+    if constexpr (sizeof(S) == 2) return widened(load_bits_first(p, n), S{});
+    else return load_first(p, n);
 }
 template <class T, class S> MHA_INLINE void store_stored_first(S *p, vec<T> v, ptrdiff_t n) {
-    S lane[lanes<T>];
-    store_stored<T>(lane, v);
-    for (ptrdiff_t i = 0; i < n; i++) p[i] = lane[i];
+    if constexpr (sizeof(S) == 2) {
+        store_bits_first(p, narrowed(v, S{}), n);
+    } else {
+        S lane[lanes<T>];
+        store_stored<T>(lane, v);
+        for (ptrdiff_t i = 0; i < n; i++) p[i] = lane[i];
+    }
 }
 
 // Rows of 16-bit elements as a packed block of floats, `row_bytes` apart.
