@@ -23,10 +23,13 @@ MHA_INLINE half_bits load_bits(const void *p) {
 MHA_INLINE vec<float> widened(half_bits h, bfloat16) {
     return (vec<float>)(__builtin_convertvector(h, float_bits) << 16);
 }
+// A bfloat16 in the high half of its lane, to nearest even; what the low half holds does not count.
+MHA_INLINE float_bits rounded(vec<float> v) {
+    const float_bits bits = (float_bits)v, nan = bits | 0x400000;  // quiet, and never rounded up into Inf
+    return v != v ? nan : bits + 0x7fff + ((bits >> 16) & 1);
+}
 MHA_INLINE half_bits narrowed(vec<float> v, bfloat16) {
-    const float_bits bits = (float_bits)v, rounded = bits + 0x7fff + ((bits >> 16) & 1);
-    const float_bits nan = bits | 0x400000;  // quiet, and never rounded up into Inf
-    return __builtin_convertvector((v != v ? nan : rounded) >> 16, half_bits);
+    return __builtin_convertvector(rounded(v) >> 16, half_bits);
 }
 
 #if defined(__AVX512F__)
@@ -74,20 +77,31 @@ template <class T, class S> MHA_INLINE void store_stored(S *p, vec<T> v) {
     }
 }
 
-// The first n lanes from memory, the others 0; nothing past them is read or written.
+// The first n lanes, the others 0; nothing past them is read or written.
 template <class T, class S> MHA_INLINE vec<T> load_stored_first(const S *p, ptrdiff_t n) {
-    if constexpr (sizeof(S) == 2) {
-        S lane[lanes<T>] = {};
-        for (ptrdiff_t i = 0; i < n; i++) lane[i] = p[i];
-        return load_stored<T>(lane);
-    } else {
-        return load_first(p, n);
-    }
+    if constexpr (sizeof(S) == 2) return widened(load_first<half_bits>(p, n), S{});
+    else return load_first<vec<T>>(p, n);
 }
 template <class T, class S> MHA_INLINE void store_stored_first(S *p, vec<T> v, ptrdiff_t n) {
-    S lane[lanes<T>];
-    store_stored<T>(lane, v);
-    for (ptrdiff_t i = 0; i < n; i++) p[i] = lane[i];
+    if constexpr (sizeof(S) == 2) store_first(p, narrowed(v, S{}), n);
+    else store_first(p, v, n);
+}
+
+// Two neighbours of 16 bits in each lane, the first in the low half: a transposition moves both at once.
+template <class S> MHA_INLINE void widen_pairs(vec<float> pairs, vec<float> &first, vec<float> &second, S) {
+    first = widened(__builtin_convertvector((float_bits)pairs & 0xffff, half_bits), S{});
+    second = widened(__builtin_convertvector((float_bits)pairs >> 16, half_bits), S{});
+}
+MHA_INLINE void widen_pairs(vec<float> pairs, vec<float> &first, vec<float> &second, bfloat16) {
+    first = (vec<float>)((float_bits)pairs << 16);
+    second = (vec<float>)((float_bits)pairs & 0xffff0000);
+}
+template <class S> MHA_INLINE vec<float> narrow_pairs(vec<float> first, vec<float> second, S) {
+    return (vec<float>)(__builtin_convertvector(narrowed(first, S{}), float_bits)
+                        | __builtin_convertvector(narrowed(second, S{}), float_bits) << 16);
+}
+MHA_INLINE vec<float> narrow_pairs(vec<float> first, vec<float> second, bfloat16) {
+    return (vec<float>)(rounded(first) >> 16 | (rounded(second) & 0xffff0000));
 }
 
 // Rows of 16-bit elements as a packed block of floats, `row_bytes` apart.
