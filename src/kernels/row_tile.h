@@ -22,9 +22,8 @@ void pack_query(void *query_, const char *const *row, ptrdiff_t n_row, ptrdiff_t
         const S *source[lanes<T>];
         for (int i = 0; i < lanes<T>; i++) source[i] = (const S *)row[r + i < n_row ? r + i : n_row - 1];
         T *query = (T *)query_ + r;
-        auto pack = [&](auto at, ptrdiff_t n) __attribute__((always_inline)) {
-            vec<T> square[lanes<T>];
-            load_transposed<T>(square, at);
+        vec<T> square[lanes<T>];
+        auto pack = [&](ptrdiff_t n) __attribute__((always_inline)) {
             MHA_UNROLL for (int i = 0; i < lanes<T>; i++) {
                 if constexpr (sizeof(S) == 2) {
                     vec<T> first, second;
@@ -37,12 +36,14 @@ void pack_query(void *query_, const char *const *row, ptrdiff_t n_row, ptrdiff_t
             }
         };
         ptrdiff_t d = 0;
-        for (; d + n_element <= width; d += n_element, query += n_element * tile_rows<T>)
-            pack([&](int i) __attribute__((always_inline)) { return (const T *)(source[i] + d); }, n_element);
+        for (; d + n_element <= width; d += n_element, query += n_element * tile_rows<T>) {
+            load_transposed<T>(square, [&](int i) __attribute__((always_inline)) { return (const T *)(source[i] + d); });
+            pack(n_element);
+        }
         if (d == width) continue;
-        vec<T> edge[lanes<T>];
-        MHA_UNROLL for (int i = 0; i < lanes<T>; i++) edge[i] = load_first<vec<T>>(source[i] + d, width - d);
-        pack([&](int i) __attribute__((always_inline)) { return (const T *)&edge[i]; }, width - d);
+        MHA_UNROLL for (int i = 0; i < lanes<T>; i++) square[i] = load_first<vec<T>>(source[i] + d, width - d);
+        transpose<T>(square);
+        pack(width - d);
     }
 }
 
@@ -235,18 +236,25 @@ void finish(char *const *out, void *sum_, const void *maximum, const void *total
                 store(line + d / 2 * ROWS, narrow_pairs(load(line + d * ROWS) * f, second, S{}));
             }
         }
-        for (ptrdiff_t d = 0; d < n_line; d += lanes<T>) {
-            const ptrdiff_t first = d * ptrdiff_t(sizeof(T) / sizeof(S)), last_line = n_line - 1 - d;
-            vec<T> square[lanes<T>];
-            load_transposed<T>(square, [&](int i) __attribute__((always_inline)) {
-                return line + (d + (i < last_line ? i : last_line)) * ROWS;
-            });
+        vec<T> square[lanes<T>];
+        auto write = [&](ptrdiff_t first) __attribute__((always_inline)) {
             MHA_UNROLL for (int i = 0; i < lanes<T>; i++) {
                 if (r + i == n_row) break;
                 if constexpr (!paired) square[i] = square[i] * factor[r + i];
                 store_first((S *)out[r + i] + first, square[i], width - first);
             }
+        };
+        constexpr ptrdiff_t per_line = sizeof(T) / sizeof(S);
+        ptrdiff_t d = 0;
+        for (; d + lanes<T> <= n_line; d += lanes<T>) {
+            load_transposed<T>(square, [&](int i) __attribute__((always_inline)) { return line + (d + i) * ROWS; });
+            write(d * per_line);
         }
+        if (d == n_line) continue;
+        MHA_UNROLL for (int i = 0; i < lanes<T>; i++)
+            square[i] = d + i < n_line ? load(line + (d + i) * ROWS) : vec<T>{};
+        transpose<T>(square);
+        write(d * per_line);
     }
 }
 

@@ -147,6 +147,19 @@ template <int STEP, class V, int... I> MHA_INLINE V merge_high(V a, V b, indices
     return __builtin_shufflevector(a, b, ((I & STEP) ? int(sizeof...(I)) + I : I + STEP)...);
 }
 
+#if MHA_VECTOR_BYTES > 16
+// A vector from two halves in memory.
+template <class T> MHA_INLINE vec<T> load_halves(const T *low, const T *high) {
+#if defined(__AVX512F__)
+    const __m512d v = _mm512_castpd256_pd512(_mm256_loadu_pd((const double *)low));
+    return (vec<T>)_mm512_insertf64x4(v, _mm256_loadu_pd((const double *)high), 1);
+#else
+    const __m256d v = _mm256_castpd128_pd256(_mm_loadu_pd((const double *)low));
+    return (vec<T>)_mm256_insertf128_pd(v, _mm_loadu_pd((const double *)high), 1);
+#endif
+}
+#endif
+
 template <class T, int STEP> MHA_INLINE void transpose_step(vec<T> (&row)[lanes<T>]) {
     typedef typename index_list<lanes<T>>::type all;
     MHA_UNROLL for (int i = 0; i < lanes<T>; i++) {
@@ -166,19 +179,16 @@ template <class T> MHA_INLINE void transpose(vec<T> (&row)[lanes<T>]) {
 
 // The same on the way from memory: row(i) points to row i.
 template <class T, class Row> MHA_INLINE void load_transposed(vec<T> (&square)[lanes<T>], Row row) {
-#if defined(__AVX512F__)
-    // Pieces of 16 bytes are put in their places by the loads: two ports can do that, and only one moves lanes.
-    constexpr int piece = 16 / sizeof(T);
-    auto at = [&](int i, int c) __attribute__((always_inline)) { return _mm_loadu_ps((const float *)(row(i) + c)); };
-    MHA_UNROLL for (int i = 0; i < lanes<T>; i++) {
-        const int first = i % piece, c = i - first;
-        __m512 pieces = _mm512_broadcast_f32x4(at(first, c));
-        pieces = _mm512_mask_broadcast_f32x4(pieces, 0x00f0, at(first + piece, c));
-        pieces = _mm512_mask_broadcast_f32x4(pieces, 0x0f00, at(first + 2 * piece, c));
-        square[i] = (vec<T>)_mm512_mask_broadcast_f32x4(pieces, 0xf000, at(first + 3 * piece, c));
+#if MHA_VECTOR_BYTES > 16
+    // The last step is done by loading halves to their places: more units can do that than can move lanes.
+    constexpr int half = lanes<T> / 2;
+    MHA_UNROLL for (int i = 0; i < half; i++) {
+        square[i] = load_halves<T>(row(i), row(i + half));
+        square[i + half] = load_halves<T>(row(i) + half, row(i + half) + half);
     }
     transpose_step<T, 1>(square);
-    if constexpr (piece > 2) transpose_step<T, 2>(square);
+    if constexpr (lanes<T> > 4) transpose_step<T, 2>(square);
+    if constexpr (lanes<T> > 8) transpose_step<T, 4>(square);
 #else
     MHA_UNROLL for (int i = 0; i < lanes<T>; i++) square[i] = load(row(i));
     transpose<T>(square);
