@@ -6,7 +6,7 @@ entry, slopes and gates float64 per batch entry and head.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,16 +16,20 @@ from ._typing import Array
 
 # As mha_element and mha_mask_type in src/kernels.h. bfloat16 is known by its name, since the
 # package that brings it may not be installed.
-ELEMENTS = {np.dtype(np.float32): 0, np.dtype(np.float64): 1, np.dtype(np.float16): 2}
-BFLOAT16 = 3
+FLOAT32, FLOAT64, FLOAT16, BFLOAT16 = range(4)
+ELEMENTS = {
+    np.dtype(np.float32): FLOAT32,
+    np.dtype(np.float64): FLOAT64,
+    np.dtype(np.float16): FLOAT16,
+}
 MASK_TYPES = {"bool": 1, "float16": 2, "bfloat16": 3, "float32": 4, "float64": 5}
 FLOATS = "float32, float64, float16 or bfloat16"
 LARGEST_OFFSET = 1 << 60
 
 
-@dataclass(slots=True)
+@dataclass
 class Call:
-    """One checked call. What is None has no effect."""
+    """One checked call. What is None has no effect; what is not given is not even stored."""
 
     query: Array
     key: Array
@@ -34,31 +38,31 @@ class Call:
     dtype: np.dtype[Any]
     batch_shape: tuple[int, ...]
     n_batch: int
-    scale: float
-    softcap: float
-    window: tuple[int, int]
-    query_offset: Array | None
-    kv_lengths: Array | None
-    alibi_slopes: Array | None
-    sinks: Array | None
-    head_mask: Array | None
-    n_thread: int | None
-    out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
-    one_head: bool = False
-    mask: Array | None = None
-    mask_type: int = 0
-    queries: Array | None = None
-    q_lengths: Array | None = None
-    cu_seqlens_q: Array | None = None
-    cu_seqlens_k: Array | None = None
-    statistics: Any = None  # what to measure, instead of weights
-    high: bool = False  # precision "high" is enough
+    out_shape: tuple[int, ...]
+    one_head: bool
+    scale: float = field(default=1.0, init=False)
+    softcap: float = field(default=0.0, init=False)
+    window: tuple[int, int] = field(default=(_checks.UNBOUNDED, _checks.UNBOUNDED), init=False)
+    query_offset: Array | None = field(default=None, init=False)
+    kv_lengths: Array | None = field(default=None, init=False)
+    alibi_slopes: Array | None = field(default=None, init=False)
+    sinks: Array | None = field(default=None, init=False)
+    head_mask: Array | None = field(default=None, init=False)
+    n_thread: int | None = field(default=None, init=False)
+    mask: Array | None = field(default=None, init=False)
+    mask_type: int = field(default=0, init=False)
+    queries: Array | None = field(default=None, init=False)
+    q_lengths: Array | None = field(default=None, init=False)
+    cu_seqlens_q: Array | None = field(default=None, init=False)
+    cu_seqlens_k: Array | None = field(default=None, init=False)
+    statistics: Any = field(default=None, init=False)  # what to measure, instead of weights
+    high: bool = field(default=False, init=False)  # precision "high" is enough
 
     @property
     def lse_dtype(self) -> type[np.floating[Any]]:
         """Of the log-sum-exp: the dtype that the sums are kept in."""
-        return np.float64 if self.element == 1 else np.float32
+        return np.float64 if self.element == FLOAT64 else np.float32
 
 
 def check(
@@ -81,21 +85,23 @@ def check(
     """Check the arguments of `attention`, or of `attention_weights` where `value` is None."""
     query, key, value, element = _operands(query, key, value)
     dtype, one_head = query.dtype, query.ndim == 2
-    batch_shape = _batch_shape(query, key, value)
     if one_head:
         query, key, value = query[None], key[None], None if value is None else value[None]
-    _check_sizes(query, key, value)
-    n_head, n_query, head_width = query.shape[-3:]
-    n_key = key.shape[-2]
-    mask, mask_type = None, 0
-    if attn_mask is not None:
-        mask, mask_type = _mask(attn_mask, (*batch_shape, n_head, n_query, n_key))
-    if kv_lengths is not None:
-        kv_lengths = _checks.integers("kv_lengths", kv_lengths, batch_shape, 0, n_key)
-    rows = _checks.chosen("queries", queries, n_query)
-    per_head = (*batch_shape, n_head)
-    lse_shape = (*per_head, n_query if rows is None else len(rows))
-    return Call(
+    shape, key_shape = query.shape, key.shape
+    n_query, head_width = shape[-2:]
+    n_key = key_shape[-2]
+    if value is None:
+        value_shape, out_width = key_shape, n_key
+    else:
+        value_shape = value.shape
+        out_width = value_shape[-1]
+    batch_shape = shape[:-3]
+    if not (shape == key_shape == value_shape):  # nothing to ask where all are alike
+        batch_shape = _batch_shape(shape, key_shape, value_shape, value is not None)
+        _check_sizes(shape, key_shape, value_shape, value is not None)
+    per_head = (*batch_shape, shape[-3])
+    lse_shape = (*per_head, n_query)
+    call = Call(
         _checks.readable(query),
         _checks.readable(key),
         None if value is None else _checks.readable(value),
@@ -103,22 +109,34 @@ def check(
         dtype,
         batch_shape,
         math.prod(batch_shape),
-        _checks.scale_factor(scale, head_width),
-        _checks.softcap_or_zero(softcap),
-        _window(window, is_causal),
-        _offset(query_offset, batch_shape, n_query, n_key if kv_lengths is None else kv_lengths),
-        kv_lengths,
-        _checks.per_head("alibi_slopes", alibi_slopes, per_head),
-        _checks.per_head_only("sinks", sinks, n_head),
-        _checks.per_head("head_mask", head_mask, per_head),
-        None if num_threads is None else _checks.positive_int("num_threads", num_threads),
-        (*lse_shape, n_key if value is None else value.shape[-1]),
         lse_shape,
+        (*lse_shape, out_width),
         one_head,
-        mask,
-        mask_type,
-        rows,
     )
+    if attn_mask is not None:
+        call.mask, call.mask_type = _mask(attn_mask, (*lse_shape, n_key))
+    if kv_lengths is not None:
+        call.kv_lengths = _checks.integers("kv_lengths", kv_lengths, batch_shape, 0, n_key)
+    if queries is not None:
+        call.queries = rows = _checks.chosen("queries", queries, n_query)
+        call.lse_shape = (*per_head, len(rows))
+        call.out_shape = (*call.lse_shape, out_width)
+    call.scale = _checks.scale_factor(scale, head_width)
+    _set_options(
+        call,
+        per_head,
+        n_query,
+        n_key if call.kv_lengths is None else call.kv_lengths,
+        is_causal,
+        window,
+        query_offset,
+        softcap,
+        alibi_slopes,
+        sinks,
+        head_mask,
+        num_threads,
+    )
+    return call
 
 
 def check_packed(
@@ -141,7 +159,7 @@ def check_packed(
     query, key, value, element = _operands(query, key, value, "(rows, heads, width)")
     dtype = query.dtype
     query, key, value = query.swapaxes(0, 1), key.swapaxes(0, 1), value.swapaxes(0, 1)
-    _check_sizes(query, key, value, packed=True)
+    _check_sizes(query.shape, key.shape, value.shape, packed=True)
     n_head, n_query, head_width = query.shape
     cu_q = _checks.boundaries("cu_seqlens_q", cu_seqlens_q, n_query, "query")
     cu_k = _checks.boundaries("cu_seqlens_k", cu_seqlens_k, key.shape[1], "key")
@@ -150,9 +168,7 @@ def check_packed(
             f"cu_seqlens_k has {len(cu_k)} boundaries; expected {len(cu_q)} like cu_seqlens_q"
         )
     n_sequence = len(cu_q) - 1
-    q_lengths, kv_lengths = np.diff(cu_q), np.diff(cu_k)
-    per_head = (n_sequence, n_head)
-    return Call(
+    call = Call(
         _checks.readable(query),
         _checks.readable(key),
         _checks.readable(value),
@@ -160,21 +176,59 @@ def check_packed(
         dtype,
         (),
         n_sequence,
-        _checks.scale_factor(scale, head_width),
-        _checks.softcap_or_zero(softcap),
-        _window(window, is_causal),
-        _offset(query_offset, (n_sequence,), q_lengths, kv_lengths),
-        kv_lengths,
-        _checks.per_head("alibi_slopes", alibi_slopes, per_head),
-        _checks.per_head_only("sinks", sinks, n_head),
-        _checks.per_head("head_mask", head_mask, per_head),
-        None if num_threads is None else _checks.positive_int("num_threads", num_threads),
-        (n_query, n_head, value.shape[-1]),
         (n_query, n_head),
-        q_lengths=q_lengths,
-        cu_seqlens_q=cu_q,
-        cu_seqlens_k=cu_k,
+        (n_query, n_head, value.shape[-1]),
+        one_head=False,
     )
+    call.cu_seqlens_q, call.cu_seqlens_k = cu_q, cu_k
+    call.q_lengths, call.kv_lengths = np.diff(cu_q), np.diff(cu_k)
+    call.scale = _checks.scale_factor(scale, head_width)
+    _set_options(
+        call,
+        (n_sequence, n_head),
+        call.q_lengths,
+        call.kv_lengths,
+        is_causal,
+        window,
+        query_offset,
+        softcap,
+        alibi_slopes,
+        sinks,
+        head_mask,
+        num_threads,
+    )
+    return call
+
+
+def _set_options(
+    call: Call,
+    per_head: tuple[int, ...],
+    n_query: Any,
+    n_key: Any,
+    is_causal: Any,
+    window: Any,
+    query_offset: Any,
+    softcap: Any,
+    alibi_slopes: Any,
+    sinks: Any,
+    head_mask: Any,
+    num_threads: Any,
+) -> None:
+    """Check what both kinds of call take; `per_head` is (batch entries..., heads)."""
+    if softcap is not None:
+        call.softcap = _checks.softcap_or_zero(softcap)
+    if window is not None or is_causal is not False:
+        call.window = _window(window, is_causal)
+    if type(query_offset) is not int or query_offset != 0:
+        call.query_offset = _offset(query_offset, per_head[:-1], n_query, n_key)
+    if alibi_slopes is not None:
+        call.alibi_slopes = _checks.per_head("alibi_slopes", alibi_slopes, per_head)
+    if sinks is not None:
+        call.sinks = _checks.per_head_only("sinks", sinks, per_head[-1])
+    if head_mask is not None:
+        call.head_mask = _checks.per_head("head_mask", head_mask, per_head)
+    if num_threads is not None:
+        call.n_thread = _checks.positive_int("num_threads", num_threads)
 
 
 def check_out(out: Any, call: Call) -> Array:
@@ -218,8 +272,10 @@ def _operands(
 def _check_kinds(query: Array, key: Array, value: Array, packed_axes: str | None) -> int:
     """Name the first operand with a wrong dtype or number of axes; else return the element type."""
     for name, x in (("query", query), ("key", key), ("value", value)):
-        if x.dtype not in ELEMENTS and x.dtype.name != "bfloat16":
-            raise TypeError(f"{name} has dtype {x.dtype}; expected {FLOATS}")
+        if x.dtype not in ELEMENTS:
+            if x.dtype.name != "bfloat16":
+                raise TypeError(f"{name} has dtype {x.dtype}; expected {FLOATS}")
+            ELEMENTS[x.dtype] = BFLOAT16  # known from now on: to ask for a name takes long
         if x.dtype != query.dtype:
             raise TypeError(f"{name} has dtype {x.dtype}; expected {query.dtype} like query")
         if packed_axes and x.ndim != 3:
@@ -229,43 +285,49 @@ def _check_kinds(query: Array, key: Array, value: Array, packed_axes: str | None
                 f"{name} has shape {x.shape}; expected at least (heads, rows, width), or "
                 f"(rows, width) for all of them, with query of shape {query.shape}"
             )
-    return ELEMENTS.get(query.dtype, BFLOAT16)
+    return ELEMENTS[query.dtype]
 
 
-def _batch_shape(query: Array, key: Array, value: Array | None) -> tuple[int, ...]:
-    third = key if value is None else value
-    shape = query.shape[:-3]
-    if key.shape[:-3] == shape and third.shape[:-3] == shape:
-        return shape
+def _batch_shape(
+    query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...], has_value: bool
+) -> tuple[int, ...]:
+    if query[:-3] == key[:-3] == value[:-3]:
+        return query[:-3]
     try:
-        return np.broadcast_shapes(shape, key.shape[:-3], third.shape[:-3])
+        return np.broadcast_shapes(query[:-3], key[:-3], value[:-3])
     except ValueError:
-        and_value = "" if value is None else f" and value {value.shape}"
+        and_value = f" and value {value}" if has_value else ""
         raise ValueError(
-            f"key has shape {key.shape}{and_value}; expected batch axes (all but the last three) "
-            f"that broadcast with those of query, {query.shape}"
+            f"key has shape {key}{and_value}; expected batch axes (all but the last three) "
+            f"that broadcast with those of query, {query}"
         ) from None
 
 
-def _check_sizes(query: Array, key: Array, value: Array | None, packed: bool = False) -> None:
-    n_head, _, head_width = query.shape[-3:]
-    n_kv_head, n_key, key_width = key.shape[-3:]
-    n_value_head, n_value, _ = key.shape[-3:] if value is None else value.shape[-3:]
+def _check_sizes(
+    query: tuple[int, ...],
+    key: tuple[int, ...],
+    value: tuple[int, ...],
+    has_value: bool = True,
+    packed: bool = False,
+) -> None:
+    n_head, _, head_width = query[-3:]
+    n_kv_head, n_key, key_width = key[-3:]
+    n_value_head, n_value, _ = value[-3:]
     multiple = n_head % n_kv_head == 0 if n_kv_head else n_head == 0
     if multiple and (key_width, n_value_head, n_value) == (head_width, n_kv_head, n_key):
         return
 
-    def shape(x: Array) -> tuple[int, ...]:
-        return x.swapaxes(0, 1).shape if packed else x.shape  # as the caller gave it
+    def given(shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (shape[1], shape[0], shape[2]) if packed else shape  # as the caller gave it
 
     if key_width != head_width:
         raise ValueError(
-            f"key has shape {shape(key)}; expected head width {head_width} to match query"
+            f"key has shape {given(key)}; expected head width {head_width} to match query"
         )
-    if value is not None and n_value_head != n_kv_head:
-        raise ValueError(f"value has shape {shape(value)}; expected {n_kv_head} heads to match key")
-    if value is not None and n_value != n_key:
-        raise ValueError(f"value has shape {shape(value)}; expected {n_key} rows to match key")
+    if has_value and n_value_head != n_kv_head:
+        raise ValueError(f"value has shape {given(value)}; expected {n_kv_head} heads to match key")
+    if has_value and n_value != n_key:
+        raise ValueError(f"value has shape {given(value)}; expected {n_key} rows to match key")
     raise ValueError(
         f"query has {n_head} heads; expected a multiple of the {n_kv_head} heads of key"
     )

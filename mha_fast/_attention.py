@@ -1,6 +1,6 @@
 """The three functions over the compiled loop: checks before it, the caller's shape after it."""
 
-from dataclasses import fields, replace
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -317,9 +317,9 @@ def attention_weights(
         raise ValueError(
             f"heads is {heads!r}; expected none with a query of 2 axes, which has no axis of heads"
         )
-    picked = _checks.chosen("heads", heads, call.query.shape[-3])
-    if picked is None:
+    if heads is None:
         return _compute(call, return_lse, None)
+    picked = _checks.chosen("heads", heads, call.query.shape[-3])
     return _weights_of_heads(call, picked, return_lse)
 
 
@@ -333,18 +333,14 @@ def _weights_of_heads(call: _arguments.Call, heads: Array, return_lse: bool) -> 
     for i, head in enumerate(heads):
         only = slice(head, head + 1)
         kv_only = slice(head // group, head // group + 1)
-        mask = call.mask
-        if mask is not None and mask.ndim >= 3 and mask.shape[-3] > 1:
-            mask = mask[..., only, :, :]
-        one = replace(
-            call,
-            query=call.query[..., only, :, :],
-            key=call.key[..., kv_only, :, :],
-            mask=mask,
-            alibi_slopes=_of_head(call.alibi_slopes, only),
-            sinks=_of_head(call.sinks, only),
-            head_mask=_of_head(call.head_mask, only),
-        )
+        one = copy(call)
+        one.query = call.query[..., only, :, :]
+        one.key = call.key[..., kv_only, :, :]
+        if call.mask is not None and call.mask.ndim >= 3 and call.mask.shape[-3] > 1:
+            one.mask = call.mask[..., only, :, :]
+        one.alibi_slopes = _of_head(call.alibi_slopes, only)
+        one.sinks = _of_head(call.sinks, only)
+        one.head_mask = _of_head(call.head_mask, only)
         place = slice(i, i + 1)
         _run(one, weights[..., place, :, :], None if lse is None else lse[..., place, :])
     return weights if lse is None else (weights, lse)
@@ -356,33 +352,44 @@ def _of_head(numbers: Array | None, only: slice) -> Array | None:
 
 def _compute(call: _arguments.Call, return_lse: bool, out: Array | None) -> Any:
     """Allocate what is missing, run the kernel, and give the result the caller's shape."""
-    result = None
+    one_head, in_place = call.one_head, False
     if out is not None:
         _arguments.check_out(out, call)
-        result = out[None] if call.one_head else out
-    if result is None or not _writable_in_place(result, call):
+        in_place = _writable_in_place(out, call)
+    if out is not None and in_place:
+        result = out[None] if one_head else out
+    else:
         result = np.empty(call.out_shape, call.dtype)
     lse = np.empty(call.lse_shape, call.lse_dtype) if return_lse else None
     if call.cu_seqlens_q is None:
         _run(call, result, lse)
     else:
         _run(call, result.swapaxes(0, 1), None if lse is None else lse.T)
-    if call.one_head:
+    if one_head:
         result, lse = result[0], None if lse is None else lse[0]
     if out is not None:
-        if not np.may_share_memory(result, out):
+        if not in_place:
             np.copyto(out, result)
         result = out
     return result if lse is None else (result, lse)
 
 
 def _writable_in_place(out: Array, call: _arguments.Call) -> bool:
-    """Whether the kernel can write `out` itself: whole rows, no element twice, no input read."""
-    rows = out.flags.aligned and (out.shape[-1] <= 1 or out.strides[-1] == out.itemsize)
-    twice = any(n > 1 and s == 0 for n, s in zip(out.shape, out.strides, strict=True))
-    inputs = (getattr(call, field.name) for field in fields(call))
-    shared = any(isinstance(x, np.ndarray) and np.may_share_memory(out, x) for x in inputs)
-    return rows and not twice and not shared
+    """Whether the kernel can write `out` itself: whole rows, no element twice, no input read.
+
+    The numbers per batch entry and head in `call` are copies, so only these inputs are asked.
+    """
+    flags = out.flags
+    if not (flags.aligned and (flags.c_contiguous or _is_plain_view(out))):
+        return False
+    inputs = (call.query, call.key, call.value, call.mask)
+    return not any(x is not None and np.may_share_memory(out, x) for x in inputs)
+
+
+def _is_plain_view(x: Array) -> bool:
+    """Whether rows are whole and no element is there twice."""
+    twice = any(n > 1 and s == 0 for n, s in zip(x.shape, x.strides, strict=True))
+    return _checks.has_whole_rows(x) and not twice
 
 
 def _run(call: _arguments.Call, out: Array, lse: Array | None) -> None:

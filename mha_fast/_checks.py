@@ -12,7 +12,7 @@ from ._typing import Array
 # Wider than any array; a position plus or minus it still fits int64. Also in src/_core.pyx.
 UNBOUNDED = 1 << 61
 FLOAT_NAMES = ("float16", "bfloat16", "float32", "float64")
-NUMPY_FLOATS = frozenset(map(np.dtype, (np.float16, np.float32, np.float64)))
+BUFFER_DTYPES = frozenset(map(np.dtype, (np.bool_, np.float16, np.float32, np.float64)))
 
 
 # ---- numbers ----------------------------------------------------------------------------------
@@ -56,7 +56,9 @@ def float_dtype(dtype: Any) -> np.dtype[Any]:
 
 def flag(name: str, value: Any) -> bool:
     """Return a bool, not just anything that is true."""
-    if not isinstance(value, (bool, np.bool_, int)):
+    if value is True or value is False:
+        return value
+    if not isinstance(value, (np.bool_, int)):
         raise TypeError(f"{name} is {value!r}; expected True or False")
     return bool(value)
 
@@ -140,14 +142,20 @@ def array(name: str, x: Any) -> Array:
 
 def readable(x: Array) -> Array:
     """Return `x`, or a copy where the kernel cannot read its rows in place."""
-    if not (x.flags.aligned and (x.shape[-1] <= 1 or x.strides[-1] == x.itemsize)):
+    flags = x.flags
+    if not (flags.aligned and (flags.c_contiguous or has_whole_rows(x))):
         x = copied(x, x.dtype)
-    return bits(x)
+    return x if x.dtype in BUFFER_DTYPES else bits(x)
+
+
+def has_whole_rows(x: Array) -> bool:
+    """Whether the elements along the last axis are neighbours."""
+    return x.shape[-1] <= 1 or x.strides[-1] == x.itemsize
 
 
 def bits(x: Array) -> Array:
     """Return `x` as something the buffer protocol knows: bfloat16 as its 16 bits."""
-    return x if x.dtype in NUMPY_FLOATS or x.dtype == np.bool_ else x.view(np.uint16)
+    return x if x.dtype in BUFFER_DTYPES else x.view(np.uint16)
 
 
 def copied(x: Array, dtype: np.dtype[Any]) -> Array:
@@ -212,10 +220,8 @@ def per_head_only(name: str, x: Any, n_head: int) -> Array | None:
     return np.array(numbers, np.float64)
 
 
-def chosen(name: str, which: Any, n: int) -> Array | None:
+def chosen(name: str, which: Any, n: int) -> Array:
     """Return the numbers that an index (int, slice, list or array) picks from 0 ... n - 1."""
-    if which is None:
-        return None
     expected = "an int, a slice, or ints or bools"
     if isinstance(which, slice):
         try:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -131,7 +131,8 @@ def head_statistics(
     n_set = 0 if what.key_sets is None else what.key_sets.shape[1]
     rows = np.empty((*call.lse_shape, N_FIXED + len(what.offsets) + n_set))
     if rows.size:
-        _core.attend(replace(call, statistics=what), rows, None, call.n_thread or get_num_threads())
+        call.statistics = what
+        _core.attend(call, rows, None, call.n_thread or get_num_threads())
     position = np.arange(n_query)
     if call.query_offset is not None:
         position = position + call.query_offset[..., None, None]

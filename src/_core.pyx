@@ -124,15 +124,56 @@ cdef void give_back_memory(char *memory, size_t size) noexcept:
     spare, spare_size = memory, size
 
 
+cdef size_t lay_out_call(void *base, workspace **space, plan *work, const mha_problem *p, const mha_kernels *k,
+                         int n_thread) noexcept nogil:
+    """Place all that a call needs from `base` on; return its size.  With base NULL nothing is written there."""
+    cdef arena a
+    cdef workspace scratch
+    cdef size_t thread_size = lay_out(&scratch, NULL, p, k, work)
+    cdef ptrdiff_t n_pair = p.n_batch * p.n_kv_head
+    cdef int i
+    a.base, a.used = <size_t>base, 0
+    work.tasks = <task *>take(&a, work.n_task * sizeof(task))
+    work.first_part = <ptrdiff_t *>take(&a, n_pair * sizeof(ptrdiff_t))
+    work.parts = <char *>take(&a, work.n_part * work.part_size)
+    space[0] = <workspace *>take(&a, n_thread * sizeof(workspace))
+    for i in range(n_thread if base != NULL else 0):
+        lay_out(&space[0][i], <void *>(a.base + a.used + i * thread_size), p, k, work)
+    return a.used + n_thread * thread_size
+
+
+cdef void run_alone(workspace *w, const mha_problem *p, const mha_kernels *k, const plan *work,
+                    ptrdiff_t n_range) noexcept nogil:
+    """All of the work on the calling thread: a parallel region makes a system call, even for a team of one."""
+    cdef ptrdiff_t i, n_pair = p.n_batch * p.n_kv_head
+    for i in range(work.n_task):
+        run_task(w, p, k, work, i)
+    if work.has_splits:
+        for i in range(n_pair):
+            join_splits(w, p, k, work, i)
+    for i in range(n_pair * n_range):
+        receive(w, p, k, i // n_range, i % n_range)
+
+
+cdef void run_as_team(workspace *w, const mha_problem *p, const mha_kernels *k, const plan *work,
+                      ptrdiff_t n_range, int n_thread) noexcept nogil:
+    """The same on several threads, each with a workspace of its own."""
+    cdef ptrdiff_t i, n_pair = p.n_batch * p.n_kv_head
+    for i in prange(work.n_task, schedule="dynamic", chunksize=work.n_together, num_threads=n_thread):
+        run_task(&w[threadid()], p, k, work, i)
+    if work.has_splits:
+        for i in prange(n_pair, schedule="static", num_threads=n_thread):
+            join_splits(&w[threadid()], p, k, work, i)
+    if n_range > 0:
+        for i in prange(n_pair * n_range, schedule="dynamic", chunksize=1, num_threads=n_thread):
+            receive(&w[threadid()], p, k, i // n_range, i % n_range)
+
+
 cdef int run(const mha_problem *p, const mha_kernels *k, const mha_matrix *matrix, int wanted) except -1:
     """Plan, allocate, compute."""
     cdef plan work
-    cdef workspace scratch
-    cdef workspace *space = NULL
-    cdef char *memory = NULL
-    cdef ptrdiff_t i, n_pair = p.n_batch * p.n_kv_head, n_range = ceil_divide(p.n_key, RECEIVED_KEYS)
+    cdef workspace *space
     cdef int n_thread = team_size(p, k, wanted)
-    cdef size_t size, memory_size = 0
     memset(&work, 0, sizeof(work))
     work.matrix = matrix
     if matrix != NULL:
@@ -140,36 +181,21 @@ cdef int run(const mha_problem *p, const mha_kernels *k, const mha_matrix *matri
         work.min_keys = MHA_MATRIX_GROUP if matrix_from < 0 else 1
     count_tasks(&work, p, k, n_thread)
     n_thread = <int>max(min(n_thread, work.n_task), 1)
-    size = lay_out(&scratch, NULL, p, k, &work)
-    try:
-        work.tasks = <task *>malloc(max(work.n_task, 1) * sizeof(task))
-        work.first_part = <ptrdiff_t *>malloc(max(n_pair, 1) * sizeof(ptrdiff_t))
-        space = <workspace *>malloc(n_thread * sizeof(workspace))
-        memory_size = n_thread * size + work.n_part * work.part_size
-        memory = take_memory(&memory_size)
-        if work.tasks == NULL or work.first_part == NULL or space == NULL or memory == NULL:
-            raise MemoryError(f"no memory for {work.n_task} tasks, the workspace of {n_thread} threads of {size} "
-                              f"bytes and {work.n_part} partial results of {work.part_size} bytes")
+    cdef ptrdiff_t n_range = ceil_divide(p.n_key, RECEIVED_KEYS) if p.received != NULL else 0
+    cdef size_t size = lay_out_call(NULL, &space, &work, p, k, n_thread)
+    cdef char *memory = take_memory(&size)
+    if memory == NULL:
+        raise MemoryError(f"no memory for {work.n_task} tasks, the workspace of {n_thread} threads and {work.n_part} "
+                          f"partial results: {size} bytes")
+    lay_out_call(memory, &space, &work, p, k, n_thread)
+    mha_threads_used(n_thread)
+    with nogil:
         list_tasks(&work, p, k, n_thread)
-        work.parts = memory + n_thread * size
-        for i in range(n_thread):
-            lay_out(&space[i], memory + i * size, p, k, &work)
-        mha_threads_used(n_thread)
-        with nogil:
-            for i in prange(work.n_task, schedule="dynamic", chunksize=work.n_together, num_threads=n_thread):
-                run_task(&space[threadid()], p, k, &work, i)
-            if work.has_splits:
-                for i in prange(n_pair, schedule="static", num_threads=n_thread):
-                    join_splits(&space[threadid()], p, k, &work, i)
-            if p.received != NULL:
-                for i in prange(n_pair * n_range, schedule="dynamic", chunksize=1, num_threads=n_thread):
-                    receive(&space[threadid()], p, k, i // n_range, i % n_range)
-    finally:
-        free(work.tasks)
-        free(work.first_part)
-        free(space)
-        if memory != NULL:
-            give_back_memory(memory, memory_size)
+        if n_thread == 1:
+            run_alone(space, p, k, &work, n_range)
+        else:
+            run_as_team(space, p, k, &work, n_range, n_thread)
+    give_back_memory(memory, size)
     return 0
 
 
@@ -227,7 +253,7 @@ cdef class Buffers:
         """Data of a contiguous array of numbers per batch entry, query or head; None gives NULL."""
         return NULL if array is None else self.acquire(array, PyBUF_STRIDED_RO).buf
 
-    cdef int operand(self, int which, array, tuple batch_shape, int n_own) except -1:
+    cdef const Py_buffer *operand(self, int which, array, tuple batch_shape, int n_own) except NULL:
         """Set an operand whose last n_own axes are head, row and (but for lse) column."""
         cdef int flags = PyBUF_STRIDES | PyBUF_WRITABLE if which in (MHA_OUT, MHA_LSE) else PyBUF_STRIDED_RO
         cdef Py_buffer *view = self.acquire(array, flags)
@@ -237,7 +263,7 @@ cdef class Buffers:
         operand.row_stride = stride_of(view, n_own - 1)
         self.problem.batch_offset[which] = self.offset + which * self.problem.n_batch
         set_batch_offsets(self.offset + which * self.problem.n_batch, view, batch_shape, n_own)
-        return 0
+        return view
 
     cdef void pack(self, int which, const int64_t *boundary):
         """Let batch entry b of an operand begin at row boundary[b]."""
@@ -247,7 +273,12 @@ cdef class Buffers:
             offset[batch] = boundary[batch] * self.problem.operand[which].row_stride
 
 
-cdef ptrdiff_t stride_of(const Py_buffer *view, int from_last):
+cdef inline ptrdiff_t length_of(const Py_buffer *view, int from_last) noexcept:
+    """Length of an axis counted from the last (1)."""
+    return view.shape[view.ndim - from_last]
+
+
+cdef inline ptrdiff_t stride_of(const Py_buffer *view, int from_last) noexcept:
     """Stride of an axis counted from the last (1); 0 for an axis of length 1 or none at all, which does not move."""
     cdef int axis = view.ndim - from_last
     return view.strides[axis] if axis >= 0 and view.shape[axis] != 1 else 0
@@ -303,26 +334,25 @@ def attend(call, out, lse, int n_thread):
     cdef const mha_kernels *k = &chosen.element[<int>call.element]
     cdef tuple batch_shape = call.batch_shape
     cdef const int64_t *boundary
-    query, key, value, mask = call.query, call.key, call.value, call.mask
-    cdef tuple query_shape = query.shape, key_shape = key.shape
-    p.n_head, p.n_query, p.head_width = query_shape[-3], query_shape[-2], query_shape[-1]
-    p.n_kv_head, p.n_key = key_shape[-3], key_shape[-2]
-    p.group, p.share = p.n_head // max(p.n_kv_head, 1), 1
-    p.mode = MHA_ATTENTION if value is not None else MHA_WEIGHTS if call.statistics is None else MHA_STATISTICS
-    p.value_width = value.shape[-1] if p.mode == MHA_ATTENTION else 0
+    cdef const Py_buffer *view
+    value, mask = call.value, call.mask
     p.n_batch = call.n_batch
-
     buffers.offset = <ptrdiff_t *>malloc(MHA_N_OPERAND * max(p.n_batch, 1) * sizeof(ptrdiff_t))
     if buffers.offset == NULL:
         raise MemoryError(f"no memory for the offsets of {p.n_batch} batch entries")
-    buffers.operand(MHA_QUERY, query, batch_shape, 3)
-    buffers.operand(MHA_KEY, key, batch_shape, 3)
-    if p.mode == MHA_ATTENTION:
-        buffers.operand(MHA_VALUE, value, batch_shape, 3)
+    view = buffers.operand(MHA_QUERY, call.query, batch_shape, 3)
+    p.n_head, p.n_query, p.head_width = length_of(view, 3), length_of(view, 2), length_of(view, 1)
+    view = buffers.operand(MHA_KEY, call.key, batch_shape, 3)
+    p.n_kv_head, p.n_key = length_of(view, 3), length_of(view, 2)
+    p.group, p.share = p.n_head // max(p.n_kv_head, 1), 1
+    if value is not None:
+        p.mode = MHA_ATTENTION
+        p.value_width = length_of(buffers.operand(MHA_VALUE, value, batch_shape, 3), 1)
+    else:
+        p.mode = MHA_WEIGHTS if call.statistics is None else MHA_STATISTICS
     buffers.operand(MHA_OUT, out, batch_shape, 3)
     if mask is not None:
-        buffers.operand(MHA_MASK, mask, batch_shape, 3)
-        p.mask_key_stride = stride_of(&buffers.view[buffers.n_view - 1], 1)
+        p.mask_key_stride = stride_of(buffers.operand(MHA_MASK, mask, batch_shape, 3), 1)
         p.mask_type = <mha_mask_type><int>call.mask_type
     if lse is not None:
         buffers.operand(MHA_LSE, lse, batch_shape, 2)

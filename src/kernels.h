@@ -129,10 +129,11 @@ typedef struct {
     char *const *lse;                 /* where each row's log-sum-exp goes, or NULL */
 } mha_finish;
 
-/* Rows ahead that a tile function prefetches while it computes; data NULL: none. */
-typedef struct {
+/* Rows that will be wanted soon, which a tile function prefetches while it computes, and others to go with them. */
+typedef struct mha_ahead {
     const char *data;
     ptrdiff_t stride, n_row, width;
+    const struct mha_ahead *then;     /* or NULL */
 } mha_ahead;
 
 /* The tile functions of one instruction set and element type.  Elements lie in memory as S; packed buffers and all
@@ -150,6 +151,8 @@ typedef struct {
     void (*widen)(void *block, ptrdiff_t row_bytes, const char *data, ptrdiff_t stride, ptrdiff_t n_row,
                   ptrdiff_t width);
     void (*pack_query)(void *query, const char *const *row, ptrdiff_t n_row, ptrdiff_t width, double scale);
+    /* Sum and total to 0, maximum to -inf, for n_row rows. */
+    void (*begin)(void *sum, void *maximum, void *total, ptrdiff_t n_row, ptrdiff_t width);
     /* score = K Q^T for n_key keys; peak[row] = maximum over them. */
     void (*scores)(void *score, void *peak, const void *query, ptrdiff_t n_row, const char *key,
                    ptrdiff_t key_stride, ptrdiff_t n_key, ptrdiff_t width, const mha_ahead *ahead);

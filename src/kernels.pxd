@@ -96,11 +96,13 @@ cdef extern from "kernels.h" nogil:
     ctypedef struct mha_ahead:
         const char *data
         ptrdiff_t stride, n_row, width
+        const mha_ahead *then
 
     ctypedef struct mha_kernels:
         ptrdiff_t stored_size, item_size, tile_rows, lanes
         void (*widen)(void *, ptrdiff_t, const char *, ptrdiff_t, ptrdiff_t, ptrdiff_t) noexcept nogil
         void (*pack_query)(void *, const char *const *, ptrdiff_t, ptrdiff_t, double) noexcept nogil
+        void (*begin)(void *, void *, void *, ptrdiff_t, ptrdiff_t) noexcept nogil
         void (*scores)(void *, void *, const void *, ptrdiff_t, const char *, ptrdiff_t, ptrdiff_t, ptrdiff_t,
                        const mha_ahead *) noexcept nogil
         void (*adjust)(void *, void *, ptrdiff_t, ptrdiff_t, const mha_adjust *) noexcept nogil

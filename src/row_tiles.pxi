@@ -96,8 +96,7 @@ cdef void write_weights(sub_tile *s, workspace *w, const mha_problem *p, const m
     cdef bint excludes
     cdef mha_adjust how
     cdef char *row[MAX_ROWS]
-    cdef mha_ahead none = mha_ahead(NULL, 0, 0, 0)
-    cdef ptrdiff_t n_key = score_block(s, w, p, k, block, &none, &how, &first, &excludes)
+    cdef ptrdiff_t n_key = score_block(s, w, p, k, block, NULL, &how, &first, &excludes)
     if n_key == 0:
         return
     for r in range(s.n_row):
@@ -116,12 +115,12 @@ cdef void open_block(key_block *block, workspace *w, const mha_problem *p, const
     block.key, block.key_stride = place_of_pair(p, MHA_KEY, pair, first), key.row_stride
     block.value, block.value_stride = NULL, value.row_stride
     block.next_keys = mha_ahead(block.key + n_key * key.row_stride, key.row_stride, n_next,
-                                p.head_width * k.stored_size)
-    block.next_values = mha_ahead(NULL, 0, 0, 0)
+                                p.head_width * k.stored_size, NULL)
+    block.next_values = mha_ahead(NULL, 0, 0, 0, NULL)
     if valued:
         block.value = place_of_pair(p, MHA_VALUE, pair, first)
         # The block's own values come in while its first scores are computed.
-        block.next_values = mha_ahead(block.value, value.row_stride, n_key, p.value_width * k.stored_size)
+        block.next_values = mha_ahead(block.value, value.row_stride, n_key, p.value_width * k.stored_size, NULL)
     if k.widen == NULL:
         return
     block.key_stride, block.value_stride = (padded(k, p.head_width) * k.item_size,
@@ -137,17 +136,14 @@ cdef void open_block(key_block *block, workspace *w, const mha_problem *p, const
 cdef ptrdiff_t begin_rows(workspace *w, const mha_problem *p, const mha_kernels *k, ptrdiff_t pair, ptrdiff_t row,
                           ptrdiff_t n_row, ptrdiff_t *first_key, ptrdiff_t *last_key) noexcept nogil:
     """Describe, pack and reset sub-tiles for rows row ... row + n_row - 1; return how many, and which keys they see."""
-    cdef ptrdiff_t n_sub = 0, done = 0, r
+    cdef ptrdiff_t n_sub = 0, done = 0
     cdef sub_tile *s
     first_key[0], last_key[0] = p.n_key, 0
     while done < n_row:
         s = &w.sub[n_sub]
         describe_rows(s, p, k, pair, row + done, min(k.tile_rows, n_row - done))
         k.pack_query(s.packed, s.query, s.n_row, p.head_width, p.query_scale)
-        memset(s.sum, 0, p.value_width * k.tile_rows * k.item_size)
-        memset(s.total, 0, k.tile_rows * k.item_size)
-        for r in range(k.tile_rows):
-            put(k, s.maximum, r, -INFINITY)
+        k.begin(s.sum, s.maximum, s.total, s.n_row, p.value_width)
         if p.mode == MHA_STATISTICS:
             begin_measure(s, p, k)
         first_key[0], last_key[0] = min(first_key[0], s.first_key), max(last_key[0], s.last_key)
@@ -156,12 +152,23 @@ cdef ptrdiff_t begin_rows(workspace *w, const mha_problem *p, const mha_kernels 
     return n_sub
 
 
+cdef mha_ahead share_of_queries(const mha_problem *p, const mha_kernels *k, ptrdiff_t pair, ptrdiff_t i, ptrdiff_t n,
+                                const mha_ahead *then) noexcept nogil:
+    """The i-th of n parts of the queries with which the rows of a pair begin."""
+    cdef ptrdiff_t batch = pair // p.n_kv_head, n_query = min(queries_of(p, batch), MAX_SUB_TILES * k.tile_rows)
+    cdef ptrdiff_t first = n_query * i // n
+    return mha_ahead(place(p, MHA_QUERY, batch, pair % p.n_kv_head, first), p.operand[MHA_QUERY].row_stride,
+                     n_query * (i + 1) // n - first, p.head_width * k.stored_size, then)
+
+
 cdef void attend_rows(workspace *w, const mha_problem *p, const mha_kernels *k, ptrdiff_t pair, ptrdiff_t row,
                       ptrdiff_t n_row, ptrdiff_t next_pair) noexcept nogil:
-    """Rows row ... row + n_row - 1 of a pair.  The keys of next_pair, if not -1, are fetched ahead at the end."""
+    """Rows row ... row + n_row - 1 of a pair.  What next_pair, if not -1, begins with is fetched ahead at the end."""
     cdef ptrdiff_t first_key, last_key, i, start
     cdef ptrdiff_t n_sub = begin_rows(w, p, k, pair, row, n_row, &first_key, &last_key)
-    cdef mha_ahead none = mha_ahead(NULL, 0, 0, 0)
+    cdef mha_ahead results, next_queries
+    cdef const mha_ahead *ahead_values
+    cdef const mha_ahead *ahead_keys
     cdef mha_finish how
     cdef key_block block
     cdef sub_tile *s
@@ -172,8 +179,14 @@ cdef void attend_rows(workspace *w, const mha_problem *p, const mha_kernels *k, 
             block.next_keys.data = place_of_pair(p, MHA_KEY, next_pair, 0)
             block.next_keys.n_row = min(MHA_KEY_BLOCK, p.n_key)
         for i in range(n_sub):
-            attend_block(&w.sub[i], w, p, k, pair, &block, &block.next_values if i == 0 else &none,
-                         &block.next_keys if i == n_sub - 1 else &none)
+            ahead_values = &block.next_values if i == 0 else NULL
+            ahead_keys = &block.next_keys if i == n_sub - 1 else NULL
+            if block.last == last_key and next_pair >= 0 and p.group == 1:
+                results = mha_ahead(w.sub[i].out[0], p.operand[MHA_OUT].row_stride, w.sub[i].n_row,
+                                    p.value_width * k.stored_size, ahead_values)
+                next_queries = share_of_queries(p, k, next_pair, i, n_sub, ahead_keys)
+                ahead_values, ahead_keys = &results, &next_queries
+            attend_block(&w.sub[i], w, p, k, pair, &block, ahead_values, ahead_keys)
         start += MHA_KEY_BLOCK
 
     if p.mode == MHA_WEIGHTS:

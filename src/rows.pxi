@@ -32,42 +32,80 @@ cdef inline void visible_range(const mha_problem *p, int64_t position, ptrdiff_t
         first[0] = last[0] = 0
 
 
-cdef void describe_rows(sub_tile *s, const mha_problem *p, const mha_kernels *k, ptrdiff_t pair, ptrdiff_t row,
-                        ptrdiff_t n_row) noexcept nogil:
-    """Fill in where rows row ... row + n_row - 1 of a pair lie and which keys they may see."""
-    cdef ptrdiff_t batch = pair // p.n_kv_head, kv_head = pair % p.n_kv_head, n_key = keys_of(p, batch)
-    cdef ptrdiff_t r, i = row // p.group, in_group = row % p.group, head, query
-    cdef bint used = False
-    s.n_row = n_row
-    s.first_key, s.last_key, s.all_first, s.all_last = n_key, 0, 0, n_key
-    s.same_mask = True
+cdef void point_to_rows(const char **place_of, const mha_problem *p, int operand, ptrdiff_t pair, ptrdiff_t row,
+                        ptrdiff_t n_row, const int64_t *query_index) noexcept nogil:
+    """Where rows row ... row + n_row - 1 of a pair lie in an operand; query_index as in mha_problem."""
+    cdef ptrdiff_t batch = pair // p.n_kv_head, first_head = pair % p.n_kv_head * p.group
+    cdef ptrdiff_t r, i = row // p.group, in_group = row % p.group
+    cdef ptrdiff_t row_stride = p.operand[operand].row_stride
+    cdef const char *data
+    if p.group == 1 and query_index == NULL:
+        data = place(p, operand, batch, first_head, row)
+        for r in range(n_row):
+            place_of[r] = data + r * row_stride
+        return
     for r in range(n_row):
-        head = kv_head * p.group + in_group
-        query = p.query_index[i] if p.query_index != NULL else i
-        s.query[r] = place(p, MHA_QUERY, batch, head, query)
-        s.out[r] = place(p, MHA_OUT, batch, head, i)
-        if p.operand[MHA_LSE].data != NULL:
-            s.lse[r] = place(p, MHA_LSE, batch, head, i)
-        if p.mask_type != MHA_NO_MASK:
-            s.mask[r] = place(p, MHA_MASK, batch, head, query)
-            s.same_mask = s.same_mask and s.mask[r] == s.mask[0]
+        place_of[r] = place(p, operand, batch, first_head + in_group, i if query_index == NULL else query_index[i])
+        in_group += 1
+        if in_group == p.group:
+            in_group = 0
+            i += 1
+
+
+cdef void set_head_numbers(sub_tile *s, const mha_problem *p, ptrdiff_t pair, ptrdiff_t row,
+                           ptrdiff_t n_row) noexcept nogil:
+    """Slope, sink and gate of each row's head."""
+    cdef ptrdiff_t batch = pair // p.n_kv_head, r, head
+    for r in range(n_row):
+        head = pair % p.n_kv_head * p.group + (row + r) % p.group
         if p.alibi_slope != NULL:
             s.slope[r] = p.alibi_slope[batch * p.n_head + head]
         if p.sink != NULL:
             s.sink[r] = p.sink[head]
         if p.gate != NULL:
             s.gate[r] = p.gate[batch * p.n_head + head]
-        used = used or p.operand[MHA_LSE].data != NULL or p.gate == NULL or s.gate[r] != 0
 
-        s.position[r] = position_of(p, batch, query)
+
+cdef void set_visible_keys(sub_tile *s, const mha_problem *p, ptrdiff_t batch, ptrdiff_t row,
+                           ptrdiff_t n_row) noexcept nogil:
+    """Position of each row, the keys that it may see, and those that some and all of the rows may see."""
+    cdef ptrdiff_t r, query, group = p.group, n_key = keys_of(p, batch)
+    cdef int64_t start = position_of(p, batch, 0)
+    for r in range(n_row):
+        query = (row + r) // group if group > 1 else row + r
+        s.position[r] = start + (query if p.query_index == NULL else p.query_index[query])
+        s.first[r], s.last[r] = 0, n_key
+    s.first_key, s.last_key, s.all_first, s.all_last = 0, n_key, 0, n_key
+    if p.window_left >= UNBOUNDED and p.window_right >= UNBOUNDED:
+        return
+    s.first_key, s.last_key = n_key, 0
+    for r in range(n_row):
         visible_range(p, s.position[r], n_key, &s.first[r], &s.last[r])
         if s.first[r] < s.last[r]:
             s.first_key, s.last_key = min(s.first_key, s.first[r]), max(s.last_key, s.last[r])
         s.all_first, s.all_last = max(s.all_first, s.first[r]), min(s.all_last, s.last[r])
-        in_group += 1
-        if in_group == p.group:
-            in_group = 0
-            i += 1
+
+
+cdef void describe_rows(sub_tile *s, const mha_problem *p, const mha_kernels *k, ptrdiff_t pair, ptrdiff_t row,
+                        ptrdiff_t n_row) noexcept nogil:
+    """Fill in where rows row ... row + n_row - 1 of a pair lie and which keys they may see."""
+    cdef ptrdiff_t r
+    cdef bint used = p.operand[MHA_LSE].data != NULL or p.gate == NULL
+    s.n_row = n_row
+    point_to_rows(s.query, p, MHA_QUERY, pair, row, n_row, p.query_index)
+    point_to_rows(<const char **>s.out, p, MHA_OUT, pair, row, n_row, NULL)
+    if p.operand[MHA_LSE].data != NULL:
+        point_to_rows(<const char **>s.lse, p, MHA_LSE, pair, row, n_row, NULL)
+    s.same_mask = True
+    if p.mask_type != MHA_NO_MASK:
+        point_to_rows(s.mask, p, MHA_MASK, pair, row, n_row, p.query_index)
+        for r in range(n_row):
+            s.same_mask = s.same_mask and s.mask[r] == s.mask[0]
+    if p.alibi_slope != NULL or p.sink != NULL or p.gate != NULL:
+        set_head_numbers(s, p, pair, row, n_row)
+    set_visible_keys(s, p, pair // p.n_kv_head, row, n_row)
+    for r in range(n_row if not used else 0):
+        used = used or s.gate[r] != 0
     if not used:  # every head here is switched off: nothing to compute, the output is 0
         s.first_key = s.last_key = 0
 

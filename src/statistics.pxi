@@ -54,7 +54,6 @@ cdef void receive(workspace *w, const mha_problem *p, const mha_kernels *k, ptrd
     cdef ptrdiff_t first_key = number * RECEIVED_KEYS, last_key = min(first_key + RECEIVED_KEYS, p.n_key)
     cdef ptrdiff_t row = 0, start, first, n_key, r
     cdef sub_tile *s = &w.sub[0]
-    cdef mha_ahead none = mha_ahead(NULL, 0, 0, 0)
     cdef mha_adjust how
     cdef key_block block
     cdef bint excludes
@@ -69,7 +68,7 @@ cdef void receive(workspace *w, const mha_problem *p, const mha_kernels *k, ptrd
         start = first_key
         while start < min(last_key, s.last_key):
             open_block(&block, w, p, k, pair, start, min(start + MHA_KEY_BLOCK, last_key), last_key)
-            n_key = score_block(s, w, p, k, &block, &none, &how, &first, &excludes)
+            n_key = score_block(s, w, p, k, &block, NULL, &how, &first, &excludes)
             if n_key > 0:
                 k.add_received(received + first, w.score, s.maximum, s.factor, s.n_row, n_key, p.exp_scale)
             start += MHA_KEY_BLOCK

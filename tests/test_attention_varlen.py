@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 import pytest
 from _dtypes import ALL_DTYPES, assert_rounded_once, expected_widened
-from _support import assert_same_bits, run_python
+from _support import assert_same_bits, run_python, weight_rounding
 
 import mha_fast
 from mha_fast import reference
@@ -84,9 +84,13 @@ def _one_by_one(packed, options):
         yield rows, [x.swapaxes(0, 1) for x in parts], own
 
 
-@functools.cache
 def _case(lengths, dtype, names):
-    """Arguments, options, and per sequence its rows and the right answer."""
+    """Arguments, options, and per sequence its rows and the right answer, for the set in use."""
+    return _case_within(lengths, dtype, names, weight_rounding(dtype))
+
+
+@functools.cache  # most instruction sets ask for the same
+def _case_within(lengths, dtype, names, _rounding):
     packed = _packed(dtype, LENGTHS[lengths])
     options = _together(names, len(LENGTHS[lengths]))
     one_by_one = _one_by_one(packed, options)

@@ -16,28 +16,54 @@ constexpr int keys_per_step(int vectors) {
 // rows -> [width][tile_rows], times scale.  Lanes without a row repeat the last one; nobody looks at their results.
 template <class T, class S>
 void pack_query(void *query_, const char *const *row, ptrdiff_t n_row, ptrdiff_t width, double scale_) {
-    T *query = (T *)query_;
+    constexpr ptrdiff_t n_element = MHA_VECTOR_BYTES / sizeof(S);
     const T scale = T(scale_);
     for (ptrdiff_t r = 0; r < n_row; r += lanes<T>) {
         const S *source[lanes<T>];
         for (int i = 0; i < lanes<T>; i++) source[i] = (const S *)row[r + i < n_row ? r + i : n_row - 1];
+        T *query = (T *)query_ + r;
         vec<T> square[lanes<T>];
+        auto pack = [&](ptrdiff_t n) __attribute__((always_inline)) {
+            MHA_UNROLL for (int i = 0; i < lanes<T>; i++) {
+                if constexpr (sizeof(S) == 2) {
+                    vec<T> first, second;
+                    widen_pairs(square[i], first, second, S{});
+                    if (2 * i < n) store(query + 2 * i * tile_rows<T>, first * scale);
+                    if (2 * i + 1 < n) store(query + (2 * i + 1) * tile_rows<T>, second * scale);
+                } else if (i < n) {
+                    store(query + i * tile_rows<T>, square[i] * scale);
+                }
+            }
+        };
         ptrdiff_t d = 0;
-        for (; d + lanes<T> <= width; d += lanes<T>) {
-            MHA_UNROLL for (int i = 0; i < lanes<T>; i++) square[i] = load_stored<T>(source[i] + d) * scale;
-            transpose<T>(square);
-            MHA_UNROLL for (int i = 0; i < lanes<T>; i++) store(query + (d + i) * tile_rows<T> + r, square[i]);
+        for (; d + n_element <= width; d += n_element, query += n_element * tile_rows<T>) {
+            load_transposed<T>(square, [&](int i) __attribute__((always_inline)) { return (const T *)(source[i] + d); });
+            pack(n_element);
         }
         if (d == width) continue;
-        for (int i = 0; i < lanes<T>; i++) square[i] = load_stored_first<T>(source[i] + d, width - d) * scale;
+        MHA_UNROLL for (int i = 0; i < lanes<T>; i++) square[i] = load_first<vec<T>>(source[i] + d, width - d);
         transpose<T>(square);
-        for (int i = 0; i < lanes<T> && d + i < width; i++) store(query + (d + i) * tile_rows<T> + r, square[i]);
+        pack(width - d);
     }
 }
 
-MHA_INLINE void prefetch_row(const mha_ahead *ahead, ptrdiff_t row) {
-    const char *data = ahead->data + row * ahead->stride;
-    for (ptrdiff_t byte = 0; byte < ahead->width; byte += 64) __builtin_prefetch(data + byte, 0, 2);
+// What begins a run through the key blocks: no sum, no weight, no maximum.
+template <class T, int ROWS>
+void begin(void *sum, void *maximum, void *total, ptrdiff_t n_row, ptrdiff_t width) {
+    for (ptrdiff_t r = 0; r < n_row; r += lanes<T>) {
+        store((T *)maximum + r, splat(-infinity<T>));
+        store((T *)total + r, vec<T>{});
+        for (ptrdiff_t d = 0; d < width; d++) store((T *)sum + d * ROWS + r, vec<T>{});
+    }
+}
+
+// Of all rows ahead, those whose turn is between steps `from` and `to` of `n_step`: evenly spread, so that the requests
+// do not wait for each other.
+MHA_INLINE void prefetch_share(const mha_ahead *ahead, ptrdiff_t from, ptrdiff_t to, ptrdiff_t n_step) {
+    for (; ahead; ahead = ahead->then)
+        for (ptrdiff_t row = ahead->n_row * from / n_step; row < ahead->n_row * to / n_step; row++)
+            for (ptrdiff_t byte = 0; byte < ahead->width; byte += 64)
+                __builtin_prefetch(ahead->data + row * ahead->stride + byte, 0, 2);
 }
 
 template <class T, int N_KEY, int VECTORS>
@@ -72,8 +98,7 @@ void scores(void *score_, void *peak_, const void *query_, ptrdiff_t n_row, cons
         MHA_UNROLL for (int x = 0; x < n_vector; x++) highest[x] = splat(-infinity<T>);
         in_steps<keys_per_step(n_vector)>(n_key, [&](auto step, ptrdiff_t j) __attribute__((always_inline)) {
             constexpr int n_step = decltype(step)::value;
-            if (ahead->data)
-                for (ptrdiff_t i = j; i < j + n_step && i < ahead->n_row; i++) prefetch_row(ahead, i);
+            prefetch_share(ahead, j, j + n_step, n_key);
             score_step<T, n_step, n_vector>(score + j * tile_rows<T>, highest, query, key + j * key_stride, key_stride,
                                             width);
         });
@@ -146,12 +171,9 @@ void values(void *sum_, const void *rescale_, const void *weight_, ptrdiff_t n_r
     const T *rescale = (const T *)rescale_, *weight = (const T *)weight_;
     with_vectors<T>(n_row, [=](auto vectors) __attribute__((always_inline)) {
         constexpr int n_vector = decltype(vectors)::value;
-        ptrdiff_t fetched = 0;
         in_steps<keys_per_step(n_vector)>(width, [&](auto step, ptrdiff_t d) __attribute__((always_inline)) {
             constexpr int n_step = decltype(step)::value;
-            // The rows ahead are spread evenly over the steps.
-            if (ahead->data)
-                for (; fetched * width < ahead->n_row * (d + n_step); fetched++) prefetch_row(ahead, fetched);
+            prefetch_share(ahead, d, d + n_step, width);
             value_step<T, n_step, n_vector>(sum + d * tile_rows<T>, rescale, weight, value + d * ptrdiff_t(sizeof(T)),
                                             value_stride, n_key);
         });
@@ -179,26 +201,24 @@ void values_guarded(void *sum_, const void *rescale_, const void *weight_, const
 }
 
 template <class T>
-void finish_factors(void *factor, const void *maximum, const void *total, ptrdiff_t n_row, const mha_finish *how) {
-    for (ptrdiff_t r = 0; r < n_row; r++)
-        ((T *)factor)[r] = finish_row<T>(((const T *)maximum)[r], ((const T *)total)[r], r, how);
-}
-
-// [lanes keys or features][lanes rows] -> n_row rows of n elements each, at out[row] + offset
-template <class T, class S>
-MHA_INLINE void store_rows(char *const *out, ptrdiff_t offset, vec<T> (&square)[lanes<T>], ptrdiff_t n_row, ptrdiff_t n) {
-    transpose<T>(square);
-    if (n_row >= lanes<T> && n >= lanes<T>) {
-        MHA_UNROLL for (int i = 0; i < lanes<T>; i++) store_stored<T>((S *)out[i] + offset, square[i]);
-    } else {
-        for (int i = 0; i < lanes<T> && i < n_row; i++)
-            store_stored_first<T>((S *)out[i] + offset, square[i], n < lanes<T> ? n : lanes<T>);
+void finish_factors(void *factor_, const void *maximum_, const void *total_, ptrdiff_t n_row, const mha_finish *how) {
+    T *factor = (T *)factor_;
+    const T *maximum = (const T *)maximum_, *total = (const T *)total_;
+    if (how->sink || how->gate || how->lse) {
+        for (ptrdiff_t r = 0; r < n_row; r++) factor[r] = finish_row<T>(maximum[r], total[r], r, how);
+        return;
+    }
+    for (ptrdiff_t r = 0; r < n_row; r += lanes<T>) {  // the same number, a vector at a time
+        const vec<T> sum = load(total + r);
+        store(factor + r, sum == T(0) ? vec<T>{} : T(1) / sum);
     }
 }
 
+// Rows of a finished sum in their places.  16-bit elements go in pairs, so that they are moved like T.
 template <class T, class S, int ROWS>
 void finish(char *const *out, void *sum_, const void *maximum, const void *total, ptrdiff_t n_row, ptrdiff_t width,
             const mha_finish *how) {
+    constexpr bool paired = sizeof(S) < sizeof(T);
     T *sum = (T *)sum_;
     T factor[ROWS] = {};
     finish_factors<T>(factor, maximum, total, n_row, how);
@@ -206,19 +226,44 @@ void finish(char *const *out, void *sum_, const void *maximum, const void *total
     for (ptrdiff_t r = 0; r < n_row; r++)
         if (switched_off(r, how) || ((const T *)total)[r] == 0)
             for (ptrdiff_t d = 0; d < width; d++) sum[d * ROWS + r] = 0;
+    const ptrdiff_t n_line = paired ? (width + 1) / 2 : width;
     for (ptrdiff_t r = 0; r < n_row; r += lanes<T>) {
-        const vec<T> f = load(factor + r);
-        for (ptrdiff_t d = 0; d < width; d += lanes<T>) {
-            vec<T> square[lanes<T>];
-            if (d + lanes<T> <= width) {
-                MHA_UNROLL for (int i = 0; i < lanes<T>; i++) square[i] = load(sum + (d + i) * ROWS + r) * f;
-            } else {
-                for (int i = 0; i < lanes<T>; i++)
-                    square[i] = d + i < width ? load(sum + (d + i) * ROWS + r) * f : vec<T>{};
+        T *line = sum + r;
+        if constexpr (paired) {
+            const vec<T> f = load(factor + r);
+            for (ptrdiff_t d = 0; d < width; d += 2) {
+                const vec<T> second = d + 1 < width ? load(line + (d + 1) * ROWS) * f : vec<T>{};
+                store(line + d / 2 * ROWS, narrow_pairs(load(line + d * ROWS) * f, second, S{}));
             }
-            store_rows<T, S>(out + r, d, square, n_row - r, width - d);
         }
+        vec<T> square[lanes<T>];
+        auto write = [&](ptrdiff_t first) __attribute__((always_inline)) {
+            MHA_UNROLL for (int i = 0; i < lanes<T>; i++) {
+                if (r + i == n_row) break;
+                if constexpr (!paired) square[i] = square[i] * factor[r + i];
+                store_first((S *)out[r + i] + first, square[i], width - first);
+            }
+        };
+        constexpr ptrdiff_t per_line = sizeof(T) / sizeof(S);
+        ptrdiff_t d = 0;
+        for (; d + lanes<T> <= n_line; d += lanes<T>) {
+            load_transposed<T>(square, [&](int i) __attribute__((always_inline)) { return line + (d + i) * ROWS; });
+            write(d * per_line);
+        }
+        if (d == n_line) continue;
+        MHA_UNROLL for (int i = 0; i < lanes<T>; i++)
+            square[i] = d + i < n_line ? load(line + (d + i) * ROWS) : vec<T>{};
+        transpose<T>(square);
+        write(d * per_line);
     }
+}
+
+// [lanes keys][lanes rows] -> n_row rows of n elements each, at out[row] + offset
+template <class T, class S>
+MHA_INLINE void store_rows(char *const *out, ptrdiff_t offset, vec<T> (&square)[lanes<T>], ptrdiff_t n_row, ptrdiff_t n) {
+    transpose<T>(square);
+    MHA_UNROLL for (int i = 0; i < lanes<T>; i++)
+        if (i < n_row) store_stored_first<T>((S *)out[i] + offset, square[i], n);
 }
 
 template <class T, class S>

@@ -20,23 +20,6 @@ MHA_INLINE half_bits load_bits(const void *p) {
     return v;
 }
 
-// The first n patterns; nothing past them is read or written.
-#if defined(__AVX512BW__) && defined(__AVX512VL__)
-MHA_INLINE half_bits load_bits_first(const void *p, ptrdiff_t n) {
-    return (half_bits)_mm256_maskz_loadu_epi16((__mmask16)((1u << n) - 1), p);
-}
-MHA_INLINE void store_bits_first(void *p, half_bits h, ptrdiff_t n) {
-    _mm256_mask_storeu_epi16(p, (__mmask16)((1u << n) - 1), (__m256i)h);
-}
-#else
-MHA_INLINE half_bits load_bits_first(const void *p, ptrdiff_t n) {
-    half_bits h = {};
-    memcpy(&h, p, n * sizeof(uint16_t));
-    return h;
-}
-MHA_INLINE void store_bits_first(void *p, half_bits h, ptrdiff_t n) { memcpy(p, &h, n * sizeof(uint16_t)); }
-#endif
-
 // 16-bit patterns as 32-bit ones and back (below 2**16); GCC 12 makes a dozen instructions of the general conversion.
 #if defined(__AVX512F__)
 MHA_INLINE float_bits extended(half_bits h) { return (float_bits)_mm512_cvtepu16_epi32((__m256i)h); }
@@ -52,10 +35,13 @@ MHA_INLINE half_bits shortened(float_bits b) { return __builtin_convertvector(b,
 #endif
 
 MHA_INLINE vec<float> widened(half_bits h, bfloat16) { return (vec<float>)(extended(h) << 16); }
+// A bfloat16 in the high half of its lane, to nearest even; what the low half holds does not count.
+MHA_INLINE float_bits rounded(vec<float> v) {
+    const float_bits bits = (float_bits)v, nan = bits | 0x400000;  // quiet, and never rounded up into Inf
+    return v != v ? nan : bits + 0x7fff + ((bits >> 16) & 1);
+}
 MHA_INLINE half_bits narrowed(vec<float> v, bfloat16) {
-    const float_bits bits = (float_bits)v, rounded = bits + 0x7fff + ((bits >> 16) & 1);
-    const float_bits nan = bits | 0x400000;  // quiet, and never rounded up into Inf
-    return shortened((v != v ? nan : rounded) >> 16);
+    return shortened(rounded(v) >> 16);
 }
 
 #if defined(__AVX512F__)
@@ -103,19 +89,31 @@ template <class T, class S> MHA_INLINE void store_stored(S *p, vec<T> v) {
     }
 }
 
-// The first n lanes from memory, the others 0; nothing past them is read or written.
+// The first n lanes, the others 0; nothing past them is read or written.
 template <class T, class S> MHA_INLINE vec<T> load_stored_first(const S *p, ptrdiff_t n) {
-    if constexpr (sizeof(S) == 2) return widened(load_bits_first(p, n), S{});
-    else return load_first(p, n);
+    if constexpr (sizeof(S) == 2) return widened(load_first<half_bits>(p, n), S{});
+    else return load_first<vec<T>>(p, n);
 }
 template <class T, class S> MHA_INLINE void store_stored_first(S *p, vec<T> v, ptrdiff_t n) {
-    if constexpr (sizeof(S) == 2) {
-        store_bits_first(p, narrowed(v, S{}), n);
-    } else {
-        S lane[lanes<T>];
-        store_stored<T>(lane, v);
-        for (ptrdiff_t i = 0; i < n; i++) p[i] = lane[i];
-    }
+    if constexpr (sizeof(S) == 2) store_first(p, narrowed(v, S{}), n);
+    else store_first(p, v, n);
+}
+
+// Two neighbours of 16 bits in each lane, the first in the low half: a transposition moves both at once.
+template <class S> MHA_INLINE void widen_pairs(vec<float> pairs, vec<float> &first, vec<float> &second, S) {
+    first = widened(shortened((float_bits)pairs & 0xffff), S{});
+    second = widened(shortened((float_bits)pairs >> 16), S{});
+}
+MHA_INLINE void widen_pairs(vec<float> pairs, vec<float> &first, vec<float> &second, bfloat16) {
+    first = (vec<float>)((float_bits)pairs << 16);
+    second = (vec<float>)((float_bits)pairs & 0xffff0000);
+}
+template <class S> MHA_INLINE vec<float> narrow_pairs(vec<float> first, vec<float> second, S) {
+    return (vec<float>)(extended(narrowed(first, S{}))
+                        | extended(narrowed(second, S{})) << 16);
+}
+MHA_INLINE vec<float> narrow_pairs(vec<float> first, vec<float> second, bfloat16) {
+    return (vec<float>)(rounded(first) >> 16 | (rounded(second) & 0xffff0000));
 }
 
 // Rows of 16-bit elements as a packed block of floats, `row_bytes` apart.

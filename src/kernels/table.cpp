@@ -19,6 +19,7 @@ template <class T, class S> constexpr mha_kernels kernels(decltype(mha_kernels::
         lanes<T>,
         widen_rows,
         pack_query<T, S>,
+        begin<T, tile_rows<T>>,
         scores<T>,
         adjust<T, tile_rows<T>>,
         softmax<T>,

@@ -68,20 +68,38 @@ template <class T> MHA_INLINE void store(T *p, vec<T> v) {
 // v - 0 is v to the bit, so the compiler makes a plain broadcast of it (0 + a would turn -0 into +0).
 template <class T> MHA_INLINE vec<T> splat(T a) { return a - vec<T>{}; }
 
-// The first n lanes from memory, the others 0; reads nothing past them.
-template <class T> MHA_INLINE vec<T> load_first(const T *p, ptrdiff_t n) {
-    T lane[lanes<T>] = {};
-    for (ptrdiff_t i = 0; i < n; i++) lane[i] = p[i];
-    return load(lane);
-}
-#if defined(__AVX512F__)
-template <> MHA_INLINE vec<float> load_first<float>(const float *p, ptrdiff_t n) {
-    return (vec<float>)_mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p);
-}
-template <> MHA_INLINE vec<double> load_first<double>(const double *p, ptrdiff_t n) {
-    return (vec<double>)_mm512_maskz_loadu_pd((__mmask8)((1u << n) - 1), p);
-}
+// The first n elements of a vector from memory, the others 0, and back; nothing past them is read or written.  An
+// element is as large as S, whatever the vector computes with.
+template <class V, class S> MHA_INLINE V load_first(const S *p, ptrdiff_t n) {
+    constexpr int count = sizeof(V) / sizeof(S);
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+    const uint32_t mask = n < count ? (1u << n) - 1 : ~0u;
+    if constexpr (sizeof(S) == 8) return (V)_mm512_maskz_loadu_epi64((__mmask8)mask, p);
+    else if constexpr (sizeof(S) == 4) return (V)_mm512_maskz_loadu_epi32((__mmask16)mask, p);
+    else if constexpr (sizeof(V) == 64) return (V)_mm512_maskz_loadu_epi16(mask, p);
+    else return (V)_mm256_maskz_loadu_epi16((__mmask16)mask, p);
+#else
+    V v = {};
+    memcpy(&v, p, (n < count ? n : count) * sizeof(S));
+    return v;
 #endif
+}
+template <class S, class V> MHA_INLINE void store_first(S *p, V v, ptrdiff_t n) {
+    constexpr int count = sizeof(V) / sizeof(S);
+    if (n >= count) {
+        memcpy(p, &v, sizeof v);
+        return;
+    }
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+    const uint32_t mask = (1u << n) - 1;
+    if constexpr (sizeof(S) == 8) _mm512_mask_storeu_epi64(p, (__mmask8)mask, (__m512i)v);
+    else if constexpr (sizeof(S) == 4) _mm512_mask_storeu_epi32(p, (__mmask16)mask, (__m512i)v);
+    else if constexpr (sizeof(V) == 64) _mm512_mask_storeu_epi16(p, mask, (__m512i)v);
+    else _mm256_mask_storeu_epi16(p, (__mmask16)mask, (__m256i)v);
+#else
+    memcpy(p, &v, n * sizeof(S));
+#endif
+}
 
 // The larger lane; where either is NaN, the second.  The order of the arguments thus decides whether NaN is kept.
 template <class T> MHA_INLINE vec<T> larger(vec<T> a, vec<T> b) { return a > b ? a : b; }
@@ -129,6 +147,19 @@ template <int STEP, class V, int... I> MHA_INLINE V merge_high(V a, V b, indices
     return __builtin_shufflevector(a, b, ((I & STEP) ? int(sizeof...(I)) + I : I + STEP)...);
 }
 
+#if MHA_VECTOR_BYTES > 16
+// A vector from two halves in memory.
+template <class T> MHA_INLINE vec<T> load_halves(const T *low, const T *high) {
+#if defined(__AVX512F__)
+    const __m512d v = _mm512_castpd256_pd512(_mm256_loadu_pd((const double *)low));
+    return (vec<T>)_mm512_insertf64x4(v, _mm256_loadu_pd((const double *)high), 1);
+#else
+    const __m256d v = _mm256_castpd128_pd256(_mm_loadu_pd((const double *)low));
+    return (vec<T>)_mm256_insertf128_pd(v, _mm_loadu_pd((const double *)high), 1);
+#endif
+}
+#endif
+
 template <class T, int STEP> MHA_INLINE void transpose_step(vec<T> (&row)[lanes<T>]) {
     typedef typename index_list<lanes<T>>::type all;
     MHA_UNROLL for (int i = 0; i < lanes<T>; i++) {
@@ -144,6 +175,24 @@ template <class T> MHA_INLINE void transpose(vec<T> (&row)[lanes<T>]) {
     if constexpr (lanes<T> > 2) transpose_step<T, 2>(row);
     if constexpr (lanes<T> > 4) transpose_step<T, 4>(row);
     if constexpr (lanes<T> > 8) transpose_step<T, 8>(row);
+}
+
+// The same on the way from memory: row(i) points to row i.
+template <class T, class Row> MHA_INLINE void load_transposed(vec<T> (&square)[lanes<T>], Row row) {
+#if MHA_VECTOR_BYTES > 16
+    // The last step is done by loading halves to their places: more units can do that than can move lanes.
+    constexpr int half = lanes<T> / 2;
+    MHA_UNROLL for (int i = 0; i < half; i++) {
+        square[i] = load_halves<T>(row(i), row(i + half));
+        square[i + half] = load_halves<T>(row(i) + half, row(i + half) + half);
+    }
+    transpose_step<T, 1>(square);
+    if constexpr (lanes<T> > 4) transpose_step<T, 2>(square);
+    if constexpr (lanes<T> > 8) transpose_step<T, 4>(square);
+#else
+    MHA_UNROLL for (int i = 0; i < lanes<T>; i++) square[i] = load(row(i));
+    transpose<T>(square);
+#endif
 }
 
 template <class T, int STEP> MHA_INLINE void sum_step(vec<T> (&row)[lanes<T>]) {
