@@ -38,7 +38,7 @@ cdef void describe_rows(sub_tile *s, const mha_problem *p, const mha_kernels *k,
     cdef ptrdiff_t batch = pair // p.n_kv_head, kv_head = pair % p.n_kv_head, n_key = keys_of(p, batch)
     cdef ptrdiff_t r, i = row // p.group, in_group = row % p.group, head, query
     cdef bint used = False
-    s.n_row = n_row
+    s.pair, s.n_row = pair, n_row
     s.first_key, s.last_key, s.all_first, s.all_last = n_key, 0, 0, n_key
     s.same_mask = True
     for r in range(n_row):
