@@ -5,8 +5,8 @@
       |
       |  nogil, prange over the tasks, cannot fail
       |
-      +- attend_rows()       up to four sub-tiles of rows of one pair (batch entry, key/value head)
-      |    for each key block that any of the rows may see:
+      +- attend_rows()       some sub-tiles of rows of one pair (batch entry, key/value head), or of a few pairs whose
+      |    rows share a mask; for each key block that any of the rows may see:
       |        for each sub-tile:  attend_block()
       |            mask -> scores -> adjust -> online softmax -> values
       |    finish: divide by the total, gate, write out and log-sum-exp
@@ -87,7 +87,7 @@ cdef inline void run_task(workspace *w, const mha_problem *p, const mha_kernels 
     else:
         if work.n_together > 1 and i + 1 < work.n_task and work.tasks[i + 1].pair != t.pair:
             next_pair = work.tasks[i + 1].pair
-        attend_rows(w, p, k, t.pair, t.start, min(n_row, work.n_sub * k.tile_rows), next_pair)
+        attend_rows(w, p, k, t.pair, t.n_pair, t.start, min(n_row, work.n_sub * k.tile_rows), next_pair)
 
 
 cdef inline void join_splits(workspace *w, const mha_problem *p, const mha_kernels *k, const plan *work,

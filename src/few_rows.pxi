@@ -36,7 +36,7 @@ cdef void attend_few_rows(workspace *w, const mha_problem *p, const mha_kernels 
     first = max(split * MHA_KEY_SPLIT, s.first_key)
     n_key = min((split + 1) * MHA_KEY_SPLIT, s.last_key) - first
     if n_key > 0 and p.mask_type != MHA_NO_MASK:
-        holds = 0
+        w.held.n_row, holds = 0, 0
         for r in range(n_row):
             holds |= k.mask_row(<char *>w.bias + r * row_bytes, s.mask[r] + first * p.mask_key_stride,
                                 p.mask_key_stride, n_key, p.mask_type)

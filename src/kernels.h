@@ -42,8 +42,9 @@ typedef enum { MHA_ELEMENT_FLOAT32, MHA_ELEMENT_FLOAT64, MHA_ELEMENT_FLOAT16, MH
 /* Element types that a mask can have. */
 typedef enum { MHA_NO_MASK, MHA_BOOL, MHA_FLOAT16, MHA_BFLOAT16, MHA_FLOAT32, MHA_FLOAT64 } mha_mask_type;
 
-/* What a piece of a mask holds; a combination of these bits. */
-enum { MHA_MASK_VISIBLE = 1, MHA_MASK_EXCLUDED = 2 };
+/* What a piece of a mask holds; a combination of these bits.  Large: numbers but -inf that make no finite sum with every
+ * finite score. */
+enum { MHA_MASK_VISIBLE = 1, MHA_MASK_EXCLUDED = 2, MHA_MASK_LARGE = 4 };
 
 /* A view of one operand: heads and rows by byte strides; its batch entries by offsets in the problem. */
 typedef struct {
@@ -100,6 +101,7 @@ typedef struct {
     const void *distance;             /* position of each row minus the block's first key */
     const void *bias;                 /* mask of the block as numbers to add, -inf excludes; or NULL */
     ptrdiff_t bias_row_stride;        /* tiles: 1 when bias is [key][row], 0 when it is [key], the same for all rows */
+    int bias_harmless;                /* no MHA_MASK_LARGE in it, which saves work; 0 where that is not known */
     const void *first, *last;         /* visible keys [first, last) per row, counted from the block; or NULL: all */
 } mha_adjust;
 
@@ -186,7 +188,8 @@ typedef struct {
     void (*add_received)(double *received, const void *score, const void *maximum, const void *factor,
                          ptrdiff_t n_row, ptrdiff_t n_key, double exp_scale);
     int (*tile_finite)(const char *value, ptrdiff_t value_stride, ptrdiff_t n_key, ptrdiff_t width);
-    /* Mask of a block as [key][row] numbers; returns what it holds.  work: lanes * MHA_KEY_BLOCK elements. */
+    /* Mask of a block of at most MHA_KEY_BLOCK keys as [key][row] numbers; returns what it holds.  A bool mask is
+     * written only where it holds both.  work: lanes * MHA_KEY_BLOCK elements. */
     int (*mask_tile)(void *bias, void *work, const char *const *row, ptrdiff_t n_row, ptrdiff_t key_stride,
                      ptrdiff_t n_key, mha_mask_type type);
 

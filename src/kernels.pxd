@@ -9,6 +9,7 @@ cdef extern from "kernels.h" nogil:
         MHA_KEY_SPLIT
         MHA_MASK_VISIBLE
         MHA_MASK_EXCLUDED
+        MHA_MASK_LARGE
         MHA_QUERY
         MHA_KEY
         MHA_VALUE
@@ -23,6 +24,8 @@ cdef extern from "kernels.h" nogil:
     ctypedef enum mha_mask_type:
         MHA_NO_MASK
         MHA_BOOL
+        MHA_FLOAT32
+        MHA_FLOAT64
 
     ctypedef enum mha_mode:
         MHA_ATTENTION
@@ -84,6 +87,7 @@ cdef extern from "kernels.h" nogil:
         const void *distance
         const void *bias
         ptrdiff_t bias_row_stride
+        bint bias_harmless
         const void *first
         const void *last
 

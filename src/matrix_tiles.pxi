@@ -116,15 +116,21 @@ cdef int read_matrix_mask(const sub_tile *s, workspace *w, const mha_problem *p,
                           const mha_matrix *m, ptrdiff_t first, ptrdiff_t n_key) noexcept nogil:
     """As read_mask, piece by piece of as many keys as its functions take."""
     cdef const char *row[MAX_ROWS]
-    cdef ptrdiff_t r, done = 0
-    cdef int holds = 0
+    cdef ptrdiff_t r, n_piece, done = 0
+    cdef int piece, holds = 0
+    cdef float *bias
+    w.held.n_row = 0
     if s.same_mask:
         return k.mask_row(w.bias, s.mask[0] + first * p.mask_key_stride, p.mask_key_stride, n_key, p.mask_type)
     while done < n_key:
         for r in range(s.n_row):
             row[r] = s.mask[r] + (first + done) * p.mask_key_stride
-        holds |= m.mask_tile(<float *>w.bias + done * MHA_MATRIX_ROWS, w.mask_work, row, s.n_row, p.mask_key_stride,
-                             min(n_key - done, MHA_KEY_BLOCK), p.mask_type)
+        bias, n_piece = <float *>w.bias + done * MHA_MATRIX_ROWS, min(n_key - done, MHA_KEY_BLOCK)
+        piece = m.mask_tile(bias, w.mask_work, row, s.n_row, p.mask_key_stride, n_piece, p.mask_type)
+        if p.mask_type == MHA_BOOL and piece != MHA_MASK_VISIBLE | MHA_MASK_EXCLUDED:  # not written then
+            for r in range(n_piece * MHA_MATRIX_ROWS):
+                bias[r] = 0 if piece & MHA_MASK_VISIBLE else -INFINITY
+        holds |= piece
         done += MHA_KEY_BLOCK
     return holds
 
@@ -165,8 +171,8 @@ cdef void multiply_piece(sub_tile *s, workspace *w, const mha_problem *p, const 
     if p.alibi_slope != NULL:
         set_slopes(s, w, k, first)
         how.slope, how.distance = w.slope, w.distance
-    if p.mask_type != MHA_NO_MASK:
-        how.bias, how.bias_row_stride = w.bias, not s.same_mask
+    if p.mask_type > MHA_BOOL or holds & MHA_MASK_EXCLUDED:
+        how.bias, how.bias_row_stride, how.bias_harmless = w.bias, not s.same_mask, not holds & MHA_MASK_LARGE
     if edge:
         set_ranges(s, w, k, first, n_key)
         how.first, how.last = w.first, w.last

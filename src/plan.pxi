@@ -6,7 +6,7 @@ cdef enum task_kind:
     MATRIX
 
 cdef struct task:
-    ptrdiff_t pair
+    ptrdiff_t pair, n_pair           # n_pair kv heads of a batch entry
     ptrdiff_t start                  # tiles: first row; few rows: number of the key split
     ptrdiff_t cost                   # products of a row and a key, about
     task_kind kind
@@ -15,7 +15,8 @@ cdef struct plan:
     task *tasks
     ptrdiff_t n_task
     bint has_tiles, has_few, has_matrix, has_splits  # splits: partial results of more than one task to be joined
-    ptrdiff_t n_sub                  # sub-tiles of a task of row tiles
+    ptrdiff_t n_sub                  # sub-tiles of a task of row tiles, for each pair
+    ptrdiff_t n_pair                 # pairs of such a task, at most
     int n_together                   # neighbouring tasks that a thread takes at once
     ptrdiff_t most_splits
     # partial results of the few-rows path: part i of a pair is number first_part[pair] + i
@@ -69,15 +70,35 @@ cdef int heavy_first(const void *a, const void *b) noexcept nogil:
     return (x.pair > y.pair) - (x.pair < y.pair)
 
 
+cdef void size_tasks(plan *work, const mha_problem *p, const mha_kernels *k) noexcept nogil:
+    """Set how many pairs and sub-tiles make a task of row tiles, at most.
+
+    Sub-tiles of one pair share its key blocks while they are in the cache.  Where heads share a mask with a row per
+    query, each piece of it is read and turned into numbers once for several heads (bench.compare --cases float_mask:
+    4 pairs of 2 sub-tiles are 15% ahead of 1 of 4; 2 of 4 and 8 of 2 are behind them).
+    """
+    cdef ptrdiff_t sub_tile_size = k.tile_rows * (p.head_width + p.value_width) * k.item_size
+    cdef const mha_operand *mask = &p.operand[MHA_MASK]
+    cdef bint shared = p.mask_type != MHA_NO_MASK and mask.head_stride == 0 and mask.row_stride != 0
+    work.n_pair = min(p.n_kv_head, MAX_PAIRS) if shared else 1
+    work.n_sub = MAX_SUB_TILES // work.n_pair if shared else 4
+    # A task stays in the cache.
+    while work.n_sub * work.n_pair > 1 and work.n_sub * work.n_pair * sub_tile_size > 1 << 20:
+        split_tasks(work)
+
+
+cdef void split_tasks(plan *work) noexcept nogil:
+    if work.n_sub > 1:
+        work.n_sub //= 2
+    else:
+        work.n_pair //= 2
+
+
 cdef void count_tasks(plan *work, const mha_problem *p, const mha_kernels *k, int n_thread) noexcept nogil:
     """How many tasks and partial results there are, and how large the tasks of each kind are."""
     cdef ptrdiff_t batch, n_row, most_few = 0, n_tile_task
     cdef task_kind kind
-    work.n_sub = MAX_SUB_TILES
-    # Wide heads get smaller tasks, so that a task stays in the cache, and few tasks become more, so that every thread
-    # gets some.
-    while work.n_sub > 1 and work.n_sub * k.tile_rows * (p.head_width + p.value_width) * k.item_size > 1 << 20:
-        work.n_sub //= 2
+    size_tasks(work, p, k)
     while True:
         n_tile_task = work.n_part = 0
         for batch in range(p.n_batch):
@@ -93,10 +114,11 @@ cdef void count_tasks(plan *work, const mha_problem *p, const mha_kernels *k, in
                 work.has_matrix = True
             else:
                 work.has_tiles = True
-                n_tile_task += p.n_kv_head * ceil_divide(n_row, work.n_sub * k.tile_rows)
-        if work.n_sub == 1 or n_tile_task + work.n_part >= 4 * n_thread or not work.has_tiles:
+                n_tile_task += ceil_divide(p.n_kv_head, work.n_pair) * ceil_divide(n_row, work.n_sub * k.tile_rows)
+        # Few tasks become more, so that every thread gets some.
+        if work.n_sub * work.n_pair == 1 or n_tile_task + work.n_part >= 4 * n_thread or not work.has_tiles:
             break
-        work.n_sub //= 2
+        split_tasks(work)
     work.n_task = n_tile_task + work.n_part
     work.has_few = most_few > 0
     work.has_splits = work.most_splits > 1
@@ -104,14 +126,14 @@ cdef void count_tasks(plan *work, const mha_problem *p, const mha_kernels *k, in
     work.total_at = work.maximum_at + most_few * k.item_size
     work.part_size = (work.total_at + most_few * k.item_size + 63) // 64 * 64
     if not work.has_tiles:
-        work.n_sub = 1
+        work.n_sub = work.n_pair = 1
     if work.has_matrix:
         size_matrix_tasks(work, p, n_thread)
 
 
 cdef void list_tasks(plan *work, const mha_problem *p, const mha_kernels *k, int n_thread) noexcept nogil:
     """Fill in the tasks: pair by pair where all are alike, otherwise the heaviest first."""
-    cdef ptrdiff_t pair, batch, n_row, start, task_rows
+    cdef ptrdiff_t pair, n_pair, batch, n_row, start, task_rows
     cdef task_kind kind
     cdef task *t = work.tasks
     cdef bint alike = (p.mask_type == MHA_NO_MASK and p.query_length == NULL and p.key_length == NULL
@@ -126,15 +148,19 @@ cdef void list_tasks(plan *work, const mha_problem *p, const mha_kernels *k, int
         kind = kind_of(work, p, batch)
         if kind == FEW_ROWS:
             for start in range(splits_of(p, batch)):
-                t[0] = task(pair, start, n_row * min(keys_of(p, batch) - start * MHA_KEY_SPLIT, MHA_KEY_SPLIT), kind)
+                t[0] = task(pair, 1, start, n_row * min(keys_of(p, batch) - start * MHA_KEY_SPLIT, MHA_KEY_SPLIT), kind)
                 t += 1
             work.n_part += splits_of(p, batch)
-        else:
-            start, task_rows = 0, work.n_sub * k.tile_rows if kind == TILES else work.n_matrix_sub * MHA_MATRIX_ROWS
-            while start < n_row:
-                t[0] = task(pair, start, tile_cost(p, batch, start, min(task_rows, n_row - start)), kind)
-                t += 1
-                start += task_rows
+            continue
+        start, task_rows, n_pair = 0, work.n_matrix_sub * MHA_MATRIX_ROWS, 1
+        if kind == TILES:
+            task_rows, n_pair = work.n_sub * k.tile_rows, min(work.n_pair, p.n_kv_head - pair % p.n_kv_head)
+            if pair % p.n_kv_head % work.n_pair != 0:  # in a task already
+                continue
+        while start < n_row:
+            t[0] = task(pair, n_pair, start, n_pair * tile_cost(p, batch, start, min(task_rows, n_row - start)), kind)
+            t += 1
+            start += task_rows
     if not alike and (work.has_tiles or work.has_matrix):
         qsort(work.tasks, work.n_task, sizeof(task), heavy_first)
     # Several heads in a row, where there are many alike, so that a thread can fetch its next head ahead.

@@ -5,24 +5,54 @@ cdef struct key_block:
     const char *key
     const char *value
     ptrdiff_t key_stride, value_stride
+    const char *narrow_key            # of a 16-bit type, not widened yet; NULL: nothing to widen
+    const char *narrow_value
     int finite                        # of the values: 1 all, 0 not all, -1 not looked at yet
     mha_ahead next_keys, next_values  # what is worth fetching while the block is worked on
 
 
 cdef int read_mask(const sub_tile *s, workspace *w, const mha_problem *p, const mha_kernels *k, ptrdiff_t first,
                    ptrdiff_t n_key) noexcept nogil:
-    """Turn the mask of a key block into numbers in w.bias; return what it holds."""
-    cdef const char *row[MAX_ROWS]
-    cdef ptrdiff_t r
+    """Have the mask of a key block as numbers in w.bias, unless they are there already; return what it holds."""
+    cdef held_mask *held = &w.held
+    cdef ptrdiff_t r, n_row = 1 if s.same_mask else s.n_row, skipped = first * p.mask_key_stride
+    cdef bint there = held.n_row == n_row and held.n_key == n_key
+    for r in range(n_row):
+        there = there and held.row[r] == s.mask[r] + skipped
+        held.row[r] = s.mask[r] + skipped
+    if there:
+        return held.holds
+    held.n_row, held.n_key = n_row, n_key
     if s.same_mask:
-        return k.mask_row(w.bias, s.mask[0] + first * p.mask_key_stride, p.mask_key_stride, n_key, p.mask_type)
-    for r in range(s.n_row):
-        row[r] = s.mask[r] + first * p.mask_key_stride
-    return k.mask_tile(w.bias, w.mask_work, row, s.n_row, p.mask_key_stride, n_key, p.mask_type)
+        held.holds = k.mask_row(w.bias, held.row[0], p.mask_key_stride, n_key, p.mask_type)
+    else:
+        held.holds = k.mask_tile(w.bias, w.mask_work, held.row, n_row, p.mask_key_stride, n_key, p.mask_type)
+    return held.holds
+
+
+cdef mha_ahead mask_ahead(const sub_tile *s, const mha_problem *p, ptrdiff_t first, ptrdiff_t last) noexcept nogil:
+    """The mask of keys first ... last - 1 as something to fetch: its rows lie too far apart for the hardware to foresee.
+
+    Nothing where they are not one row per query at equal distances, or where their keys are not together.
+    """
+    cdef ptrdiff_t size = mask_item_size(p.mask_type)
+    cdef bint plain = p.mask_key_stride == size and p.query_index == NULL and not s.same_mask
+    if not plain or first >= last or (p.group > 1 and p.operand[MHA_MASK].head_stride != 0):
+        return mha_ahead(NULL, 0, 0, 0, NULL)
+    return mha_ahead(s.mask[0] + first * size, p.operand[MHA_MASK].row_stride, ceil_divide(s.n_row, p.group),
+                     (last - first) * size, NULL)
+
+
+cdef inline ptrdiff_t mask_item_size(mha_mask_type mask_type) noexcept nogil:
+    if mask_type == MHA_BOOL:
+        return 1
+    if mask_type == MHA_FLOAT32:
+        return 4
+    return 8 if mask_type == MHA_FLOAT64 else 2
 
 
 cdef ptrdiff_t score_block(sub_tile *s, workspace *w, const mha_problem *p, const mha_kernels *k,
-                           const key_block *block, const mha_ahead *ahead, mha_adjust *how, ptrdiff_t *first,
+                           key_block *block, const mha_ahead *ahead, mha_adjust *how, ptrdiff_t *first,
                            bint *excludes) noexcept nogil:
     """Scores of one sub-tile against one key block, masked, in w.score, and their maxima in w.peak.
 
@@ -40,6 +70,7 @@ cdef ptrdiff_t score_block(sub_tile *s, workspace *w, const mha_problem *p, cons
         if not holds & MHA_MASK_VISIBLE:
             return 0
 
+    widen_keys(block, p, k)
     k.scores(w.score, w.peak, s.packed, s.n_row, block.key + (first[0] - block.first) * block.key_stride,
              block.key_stride, n_key, p.head_width, ahead)
     excludes[0] = edge or holds & MHA_MASK_EXCLUDED
@@ -50,8 +81,8 @@ cdef ptrdiff_t score_block(sub_tile *s, workspace *w, const mha_problem *p, cons
         if p.alibi_slope != NULL:
             set_slopes(s, w, k, first[0])
             how.slope, how.distance = w.slope, w.distance
-        if p.mask_type != MHA_NO_MASK:
-            how.bias, how.bias_row_stride = w.bias, not s.same_mask
+        if p.mask_type > MHA_BOOL or holds & MHA_MASK_EXCLUDED:
+            how.bias, how.bias_row_stride, how.bias_harmless = w.bias, not s.same_mask, not holds & MHA_MASK_LARGE
         if edge:
             set_ranges(s, w, k, first[0], n_key)
             how.first, how.last = w.first, w.last
@@ -59,8 +90,8 @@ cdef ptrdiff_t score_block(sub_tile *s, workspace *w, const mha_problem *p, cons
     return n_key
 
 
-cdef void attend_block(sub_tile *s, workspace *w, const mha_problem *p, const mha_kernels *k, ptrdiff_t pair,
-                       key_block *block, const mha_ahead *ahead_values, const mha_ahead *ahead_keys) noexcept nogil:
+cdef void attend_block(sub_tile *s, workspace *w, const mha_problem *p, const mha_kernels *k, key_block *block,
+                       const mha_ahead *ahead_values, const mha_ahead *ahead_keys) noexcept nogil:
     """One sub-tile against one key block: scores, mask, a step of the online softmax, values."""
     cdef ptrdiff_t first
     cdef bint excludes
@@ -69,12 +100,13 @@ cdef void attend_block(sub_tile *s, workspace *w, const mha_problem *p, const mh
     if n_key == 0:
         return
     if p.mode == MHA_STATISTICS:
-        measure_block(s, w, p, k, pair, first, n_key)
+        measure_block(s, w, p, k, s.pair, first, n_key)
         return
     k.softmax(w.score, w.peak, s.maximum, s.total, w.rescale, s.n_row, n_key, p.exp_scale)
     if p.mode == MHA_WEIGHTS:
         return
 
+    widen_values(block, p, k)
     cdef const char *value = block.value + (first - block.first) * block.value_stride
     # A weight of 0 does not silence an Inf or NaN value.
     if excludes and block.finite < 0:
@@ -105,8 +137,8 @@ cdef void write_weights(sub_tile *s, workspace *w, const mha_problem *p, const m
 
 
 cdef void open_block(key_block *block, workspace *w, const mha_problem *p, const mha_kernels *k, ptrdiff_t pair,
-                     ptrdiff_t first, ptrdiff_t last, ptrdiff_t last_key) noexcept nogil:
-    """Point to the keys and values of a block, and to what will be wanted next; 16-bit types are widened here."""
+                     ptrdiff_t in_task, ptrdiff_t first, ptrdiff_t last, ptrdiff_t last_key) noexcept nogil:
+    """Point to the keys and values of a block of the task's pair number in_task, and to what will be wanted next."""
     cdef const mha_operand *key = &p.operand[MHA_KEY]
     cdef const mha_operand *value = &p.operand[MHA_VALUE]
     cdef ptrdiff_t n_key = last - first, n_next = min(MHA_KEY_BLOCK, last_key - last)
@@ -121,34 +153,48 @@ cdef void open_block(key_block *block, workspace *w, const mha_problem *p, const
         block.value = place_of_pair(p, MHA_VALUE, pair, first)
         # The block's own values come in while its first scores are computed.
         block.next_values = mha_ahead(block.value, value.row_stride, n_key, p.value_width * k.stored_size, NULL)
+    block.narrow_key = block.narrow_value = NULL
     if k.widen == NULL:
         return
-    block.key_stride, block.value_stride = (padded(k, p.head_width) * k.item_size,
-                                            padded(k, p.value_width) * k.item_size)
-    k.widen(w.key_tile, block.key_stride, block.key, key.row_stride, n_key, p.head_width)
-    block.key = <const char *>w.key_tile
+    block.narrow_key, block.narrow_value = block.key, block.value
+    block.key, block.key_stride = <char *>w.key_tile[in_task], padded(k, p.head_width) * k.item_size
+    block.value, block.value_stride = <char *>w.value_tile[in_task], padded(k, p.value_width) * k.item_size
     if valued:
-        k.widen(w.value_tile, block.value_stride, block.value, value.row_stride, n_key, p.value_width)
-        block.next_values.data, block.next_values.n_row = block.value + n_key * value.row_stride, n_next
-        block.value = <const char *>w.value_tile
+        block.next_values.data, block.next_values.n_row = block.narrow_value + n_key * value.row_stride, n_next
 
 
-cdef ptrdiff_t begin_rows(workspace *w, const mha_problem *p, const mha_kernels *k, ptrdiff_t pair, ptrdiff_t row,
-                          ptrdiff_t n_row, ptrdiff_t *first_key, ptrdiff_t *last_key) noexcept nogil:
-    """Describe, pack and reset sub-tiles for rows row ... row + n_row - 1; return how many, and which keys they see."""
-    cdef ptrdiff_t n_sub = 0, done = 0
+cdef inline void widen_keys(key_block *block, const mha_problem *p, const mha_kernels *k) noexcept nogil:
+    """Keys of a 16-bit type become numbers when the first rows need them, which a mask may prevent."""
+    if block.narrow_key != NULL:
+        k.widen(<void *>block.key, block.key_stride, block.narrow_key, p.operand[MHA_KEY].row_stride,
+                block.last - block.first, p.head_width)
+        block.narrow_key = NULL
+
+
+cdef inline void widen_values(key_block *block, const mha_problem *p, const mha_kernels *k) noexcept nogil:
+    if block.narrow_value != NULL:
+        k.widen(<void *>block.value, block.value_stride, block.narrow_value, p.operand[MHA_VALUE].row_stride,
+                block.last - block.first, p.value_width)
+        block.narrow_value = NULL
+
+
+cdef ptrdiff_t begin_rows(workspace *w, const mha_problem *p, const mha_kernels *k, ptrdiff_t pair, ptrdiff_t n_pair,
+                          ptrdiff_t row, ptrdiff_t n_row, ptrdiff_t *first_key, ptrdiff_t *last_key) noexcept nogil:
+    """Describe, pack and reset sub-tiles for rows row ... row + n_row - 1 of n_pair pairs, the pairs innermost.
+
+    Returns how many sub-tiles, and which keys they see.
+    """
+    cdef ptrdiff_t n_sub = n_pair * ceil_divide(n_row, k.tile_rows), i, start
     cdef sub_tile *s
     first_key[0], last_key[0] = p.n_key, 0
-    while done < n_row:
-        s = &w.sub[n_sub]
-        describe_rows(s, p, k, pair, row + done, min(k.tile_rows, n_row - done))
+    for i in range(n_sub):
+        s, start = &w.sub[i], i // n_pair * k.tile_rows
+        describe_rows(s, p, k, pair + i % n_pair, row + start, min(k.tile_rows, n_row - start))
         k.pack_query(s.packed, s.query, s.n_row, p.head_width, p.query_scale)
         k.begin(s.sum, s.maximum, s.total, s.n_row, p.value_width)
         if p.mode == MHA_STATISTICS:
             begin_measure(s, p, k)
         first_key[0], last_key[0] = min(first_key[0], s.first_key), max(last_key[0], s.last_key)
-        done += s.n_row
-        n_sub += 1
     return n_sub
 
 
@@ -161,36 +207,61 @@ cdef mha_ahead share_of_queries(const mha_problem *p, const mha_kernels *k, ptrd
                      n_query * (i + 1) // n - first, p.head_width * k.stored_size, then)
 
 
-cdef void attend_rows(workspace *w, const mha_problem *p, const mha_kernels *k, ptrdiff_t pair, ptrdiff_t row,
-                      ptrdiff_t n_row, ptrdiff_t next_pair) noexcept nogil:
-    """Rows row ... row + n_row - 1 of a pair.  What next_pair, if not -1, begins with is fetched ahead at the end."""
+cdef void attend_sub_tiles(workspace *w, const mha_problem *p, const mha_kernels *k, key_block *block,
+                           ptrdiff_t n_pair, ptrdiff_t n_sub, ptrdiff_t next_last,
+                           ptrdiff_t next_pair) noexcept nogil:
+    """All sub-tiles of a task against a key block of each pair; the next block ends before key next_last.
+
+    While a sub-tile is worked on, what comes next is fetched: in the first rows the values, in the last ones the next
+    keys, and before other rows begin their mask.  next_pair, if not -1, follows this block: what it begins with is fetched,
+    and the places of the results.
+    """
+    cdef ptrdiff_t i
+    cdef mha_ahead mask, results, next_queries
+    cdef const mha_ahead *in_scores
+    cdef const mha_ahead *in_values
+    cdef key_block *b
+    for i in range(n_sub):
+        b = &block[i % n_pair]
+        in_scores = &b.next_values if i < n_pair else NULL
+        in_values = &b.next_keys if i >= n_sub - n_pair else NULL
+        if p.mask_type != MHA_NO_MASK and i % n_pair == n_pair - 1:
+            if i + 1 < n_sub:
+                mask = mask_ahead(&w.sub[i + 1], p, b.first, b.last)
+                in_values = &mask
+            elif i >= n_pair:
+                mask = mask_ahead(&w.sub[0], p, b.last, next_last)
+                in_scores = &mask
+        if next_pair >= 0:
+            results = mha_ahead(w.sub[i].out[0], p.operand[MHA_OUT].row_stride, w.sub[i].n_row,
+                                p.value_width * k.stored_size, in_scores)
+            next_queries = share_of_queries(p, k, next_pair, i, n_sub, in_values)
+            in_scores, in_values = &results, &next_queries
+        attend_block(&w.sub[i], w, p, k, b, in_scores, in_values)
+
+
+cdef void attend_rows(workspace *w, const mha_problem *p, const mha_kernels *k, ptrdiff_t pair, ptrdiff_t n_pair,
+                      ptrdiff_t row, ptrdiff_t n_row, ptrdiff_t next_pair) noexcept nogil:
+    """Rows row ... row + n_row - 1 of n_pair pairs.  The keys of next_pair, if not -1, are fetched ahead at the end."""
     cdef ptrdiff_t first_key, last_key, i, start
-    cdef ptrdiff_t n_sub = begin_rows(w, p, k, pair, row, n_row, &first_key, &last_key)
-    cdef mha_ahead results, next_queries
-    cdef const mha_ahead *ahead_values
-    cdef const mha_ahead *ahead_keys
+    cdef ptrdiff_t n_sub = begin_rows(w, p, k, pair, n_pair, row, n_row, &first_key, &last_key)
     cdef mha_finish how
-    cdef key_block block
+    cdef key_block block[MAX_PAIRS]
     cdef sub_tile *s
     start = first_key // MHA_KEY_BLOCK * MHA_KEY_BLOCK
     while start < last_key:
-        open_block(&block, w, p, k, pair, max(start, first_key), min(start + MHA_KEY_BLOCK, last_key), last_key)
-        if block.last == last_key and next_pair >= 0:
-            block.next_keys.data = place_of_pair(p, MHA_KEY, next_pair, 0)
-            block.next_keys.n_row = min(MHA_KEY_BLOCK, p.n_key)
-        for i in range(n_sub):
-            ahead_values = &block.next_values if i == 0 else NULL
-            ahead_keys = &block.next_keys if i == n_sub - 1 else NULL
-            if block.last == last_key and next_pair >= 0 and p.group == 1:
-                results = mha_ahead(w.sub[i].out[0], p.operand[MHA_OUT].row_stride, w.sub[i].n_row,
-                                    p.value_width * k.stored_size, ahead_values)
-                next_queries = share_of_queries(p, k, next_pair, i, n_sub, ahead_keys)
-                ahead_values, ahead_keys = &results, &next_queries
-            attend_block(&w.sub[i], w, p, k, pair, &block, ahead_values, ahead_keys)
+        for i in range(n_pair):
+            open_block(&block[i], w, p, k, pair + i, i, max(start, first_key), min(start + MHA_KEY_BLOCK, last_key),
+                       last_key)
+        if block[0].last == last_key and next_pair >= 0:
+            block[0].next_keys.data = place_of_pair(p, MHA_KEY, next_pair, 0)
+            block[0].next_keys.n_row = min(MHA_KEY_BLOCK, p.n_key)
+        attend_sub_tiles(w, p, k, block, n_pair, n_sub, min(start + 2 * MHA_KEY_BLOCK, last_key),
+                         next_pair if block[0].last == last_key and p.group == 1 else -1)
         start += MHA_KEY_BLOCK
 
     if p.mode == MHA_WEIGHTS:
-        finish_weights(w, p, k, pair, n_sub, first_key, last_key)
+        finish_weights(w, p, k, pair, n_pair, n_sub, first_key, last_key)
         return
     for i in range(n_sub):
         s = &w.sub[i]
@@ -201,12 +272,12 @@ cdef void attend_rows(workspace *w, const mha_problem *p, const mha_kernels *k, 
             k.finish(s.out, s.sum, s.maximum, s.total, s.n_row, p.value_width, &how)
 
 
-cdef void finish_weights(workspace *w, const mha_problem *p, const mha_kernels *k, ptrdiff_t pair, ptrdiff_t n_sub,
-                         ptrdiff_t first_key, ptrdiff_t last_key) noexcept nogil:
+cdef void finish_weights(workspace *w, const mha_problem *p, const mha_kernels *k, ptrdiff_t pair, ptrdiff_t n_pair,
+                         ptrdiff_t n_sub, ptrdiff_t first_key, ptrdiff_t last_key) noexcept nogil:
     """Visit the blocks again and write the weights; keys that were not visited get 0."""
     cdef ptrdiff_t i, r, start = first_key // MHA_KEY_BLOCK * MHA_KEY_BLOCK
     cdef mha_finish how
-    cdef key_block block
+    cdef key_block block[MAX_PAIRS]
     cdef sub_tile *s
     for i in range(n_sub):
         s = &w.sub[i]
@@ -215,9 +286,11 @@ cdef void finish_weights(workspace *w, const mha_problem *p, const mha_kernels *
         for r in range(s.n_row):
             memset(s.out[r], 0, p.n_key * k.stored_size)
     while start < last_key:
-        open_block(&block, w, p, k, pair, max(start, first_key), min(start + MHA_KEY_BLOCK, last_key), last_key)
+        for i in range(n_pair):
+            open_block(&block[i], w, p, k, pair + i, i, max(start, first_key), min(start + MHA_KEY_BLOCK, last_key),
+                       last_key)
         for i in range(n_sub):
-            write_weights(&w.sub[i], w, p, k, &block)
+            write_weights(&w.sub[i], w, p, k, &block[i % n_pair])
         start += MHA_KEY_BLOCK
     for i in range(n_sub):
         s = &w.sub[i]

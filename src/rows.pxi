@@ -91,7 +91,7 @@ cdef void describe_rows(sub_tile *s, const mha_problem *p, const mha_kernels *k,
     """Fill in where rows row ... row + n_row - 1 of a pair lie and which keys they may see."""
     cdef ptrdiff_t r
     cdef bint used = p.operand[MHA_LSE].data != NULL or p.gate == NULL
-    s.n_row = n_row
+    s.pair, s.n_row = pair, n_row
     point_to_rows(s.query, p, MHA_QUERY, pair, row, n_row, p.query_index)
     point_to_rows(<const char **>s.out, p, MHA_OUT, pair, row, n_row, NULL)
     if p.operand[MHA_LSE].data != NULL:

@@ -67,7 +67,7 @@ cdef void receive(workspace *w, const mha_problem *p, const mha_kernels *k, ptrd
             put(k, s.factor, r, (<double *>s.out[r])[MHA_FACTOR])
         start = first_key
         while start < min(last_key, s.last_key):
-            open_block(&block, w, p, k, pair, start, min(start + MHA_KEY_BLOCK, last_key), last_key)
+            open_block(&block, w, p, k, pair, 0, start, min(start + MHA_KEY_BLOCK, last_key), last_key)
             n_key = score_block(s, w, p, k, &block, NULL, &how, &first, &excludes)
             if n_key > 0:
                 k.add_received(received + first, w.score, s.maximum, s.factor, s.n_row, n_key, p.exp_scale)

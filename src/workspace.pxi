@@ -1,7 +1,8 @@
 # The buffers of a thread: allocated before the parallel region, so that nothing in it can fail.
 
 cdef enum:
-    MAX_SUB_TILES = 4     # sub-tiles that share a key block while it is in the cache
+    MAX_SUB_TILES = 8     # of a task of row tiles
+    MAX_PAIRS = 4         # of such a task: kv heads whose rows share a mask
     MAX_MATRIX_SUB_TILES = 32
     N_STAGE = 12          # four are in use, with two buffers of scores and three of weights in turn
     MAX_ROWS = 64         # MHA_MAX_ROWS; struct members need a literal
@@ -10,7 +11,7 @@ assert MAX_ROWS == MHA_MAX_ROWS
 
 cdef struct sub_tile:
     # Some rows of one key/value head: where they lie, which keys they see, how far their softmax has come.
-    ptrdiff_t n_row
+    ptrdiff_t pair, n_row
     const char *query[MAX_ROWS]
     char *out[MAX_ROWS]
     char *lse[MAX_ROWS]
@@ -34,6 +35,12 @@ cdef struct sub_tile:
     double *offset_score
     mha_packed packing               # for the matrix unit
 
+cdef struct held_mask:
+    # The mask that w.bias holds: of a key block, from these places on.
+    ptrdiff_t n_row, n_key           # n_row 1: [key], otherwise [key][row]; 0: nothing
+    const char *row[MAX_ROWS]
+    int holds
+
 cdef struct workspace:
     sub_tile *sub
     void *score
@@ -41,11 +48,12 @@ cdef struct workspace:
     void *rescale
     void *bias
     void *visible
+    held_mask held
     void *mask_work
     void *merge_work
-    # a key block of a 16-bit type, widened
-    void *key_tile
-    void *value_tile
+    # a key block of a 16-bit type, widened, of each pair of the task
+    void *key_tile[MAX_PAIRS]
+    void *value_tile[MAX_PAIRS]
     # the rows' numbers in the arithmetic type
     void *slope
     void *distance
@@ -79,7 +87,7 @@ cdef size_t lay_out(workspace *w, void *base, const mha_problem *p, const mha_ke
     cdef ptrdiff_t n_row = max(k.tile_rows if work.has_tiles else 0, MHA_MAX_FEW_ROWS if work.has_few else 0)
     cdef ptrdiff_t n_score = max(k.tile_rows * MHA_KEY_BLOCK if work.has_tiles else 0,
                                  MHA_MAX_FEW_ROWS * MHA_KEY_SPLIT if work.has_few else 0)
-    cdef ptrdiff_t i, n_sub = max(work.n_sub, work.n_matrix_sub), packed_size, sum_size
+    cdef ptrdiff_t i, n_sub = max(work.n_sub * work.n_pair, work.n_matrix_sub), packed_size, sum_size
     cdef sub_tile unplaced
     cdef sub_tile *s
     a.base, a.used = <size_t>base, 0
@@ -90,6 +98,7 @@ cdef size_t lay_out(workspace *w, void *base, const mha_problem *p, const mha_ke
         n_score = max(n_score, MHA_MATRIX_ROWS * MHA_MATRIX_PIECE)
         packed_size = max(packed_size, MHA_MATRIX_ROWS * matrix_row_size(work, p.head_width))
         sum_size = max(sum_size, MHA_MATRIX_ROWS * chunks_of(p.value_width) * MHA_MATRIX_CHUNK * sizeof(float))
+    w.held.n_row = 0
     w.sub = <sub_tile *>take(&a, n_sub * sizeof(sub_tile))
     for i in range(n_sub):
         s = &w.sub[i] if base != NULL else &unplaced
@@ -115,8 +124,9 @@ cdef size_t lay_out(workspace *w, void *base, const mha_problem *p, const mha_ke
     w.first = take(&a, n_row * k.item_size)
     w.last = take(&a, n_row * k.item_size)
     if k.widen != NULL and work.has_tiles:
-        w.key_tile = take(&a, MHA_KEY_BLOCK * padded(k, p.head_width) * k.item_size)
-        w.value_tile = take(&a, MHA_KEY_BLOCK * padded(k, p.value_width) * k.item_size)
+        for i in range(work.n_pair):
+            w.key_tile[i] = take(&a, MHA_KEY_BLOCK * padded(k, p.head_width) * k.item_size)
+            w.value_tile[i] = take(&a, MHA_KEY_BLOCK * padded(k, p.value_width) * k.item_size)
     if work.has_matrix:
         place_pipeline(w, &a, p, work)
     return a.used

@@ -88,15 +88,20 @@ def test_mask_of_a_wider_dtype_is_not_rounded_to_16_bits(path, isa):
 
 
 @pytest.mark.parametrize("kind", ["float16", "bfloat16"])
-@pytest.mark.parametrize("n_head", [1, 16])
-def test_every_16_bit_number(n_head, kind, isa):
-    """With one key and a score of 0 the lse is the mask itself."""
+@pytest.mark.parametrize("n_key", [1, 80])
+@pytest.mark.parametrize("n_head", [1, 2**13])
+@pytest.mark.parametrize("arithmetic", DTYPES)
+def test_every_16_bit_number(arithmetic, n_head, n_key, kind, isa):
+    """With one visible key and a score of 0 the lse is the mask itself."""
     dtype = np.float16 if kind == "float16" else pytest.importorskip("ml_dtypes").bfloat16
-    mask = np.arange(2**16, dtype=np.uint16).view(dtype).reshape(-1, n_head).T[..., None]
-    query, one = np.zeros((*mask.shape[:-1], 1), np.float32), np.ones((n_head, 1, 1), np.float32)
+    number = np.arange(2**16, dtype=np.uint16).view(dtype).reshape(-1, n_head).T
+    mask = np.full((*number.shape, n_key), -np.inf, dtype)
+    here = (np.arange(number.shape[1]) % n_key)[None, :, None]
+    np.put_along_axis(mask, here, number[..., None], axis=-1)
+    query, one = np.zeros((*number.shape, 1), arithmetic), np.ones((n_head, n_key, 1), arithmetic)
     out, lse = mha_fast.attention(query, one, one, mask, return_lse=True)
     with np.errstate(invalid="ignore"):  # ARM raises the flag when it widens a signalling NaN
-        right = mask[..., 0].astype(np.float32)
+        right = number.astype(arithmetic)
     ordinary = np.isfinite(right) | np.isneginf(right)
     np.testing.assert_array_equal(lse[ordinary], right[ordinary])
     assert not np.isfinite(lse[~ordinary]).any()
@@ -111,25 +116,47 @@ def test_sum_of_finite_score_and_mask_below_the_range(dtype, path, isa):
     query, key, value = normal_inputs(dtype, **sizes)
     lowest = np.finfo(dtype).min
     query[...], key[...] = 1, lowest / 4
-    mask = np.full(sizes["n_key"], lowest)
-    mask[::2] = -np.inf
-    out, lse = mha_fast.attention(query, key, value, mask, return_lse=True)
+    mask = np.full((sizes["n_query"], sizes["n_key"]), lowest)
+    mask[:, ::2] = -np.inf
     right = value[..., 1::2, :].mean(axis=-2, keepdims=True, dtype=np.float64).repeat(2, axis=1)
-    np.testing.assert_allclose(out, np.broadcast_to(right, out.shape), rtol=0, atol=1e-6)
-    assert np.isfinite(lse).all()
+    for given in (mask, mask[0]):
+        out, lse = mha_fast.attention(query, key, value, given, return_lse=True)
+        np.testing.assert_allclose(out, np.broadcast_to(right, out.shape), rtol=0, atol=1e-6)
+        assert np.isfinite(lse).all()
 
 
 @pytest.mark.parametrize("path", SIZES_OF_PATH)
 def test_finite_mask_past_the_range_of_float32(path, isa):
     inputs = normal_inputs(np.float32, **SIZES_OF_PATH[path])
-    mask = np.zeros(SIZES_OF_PATH[path]["n_key"])
-    mask[:100] = -1e300
+    sizes = SIZES_OF_PATH[path]
+    mask = np.zeros((sizes["n_query"], sizes["n_key"]))
+    mask[:, :100] = -1e300
     right = mha_fast.attention(*(x[..., 100:, :] if i else x for i, x in enumerate(inputs)))
-    np.testing.assert_allclose(mha_fast.attention(*inputs, mask), right, rtol=0, atol=1e-6)
-    out, lse = mha_fast.attention(*inputs, np.full(1, -1e300), return_lse=True)
-    assert np.isfinite(out).all()
-    assert np.isfinite(lse).all()
-    assert (out != 0).any()
+    for given in (mask, mask[0]):
+        np.testing.assert_allclose(mha_fast.attention(*inputs, given), right, rtol=0, atol=1e-6)
+    for given in (np.full(1, -1e300), np.full_like(mask, -1e300)):
+        out, lse = mha_fast.attention(*inputs, given, return_lse=True)
+        assert np.isfinite(out).all()
+        assert np.isfinite(lse).all()
+        assert (out != 0).any()
+
+
+@pytest.mark.parametrize("path", SIZES_OF_PATH)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [2.0**99, 2.0**101, 2.0**120])
+def test_number_near_the_size_from_which_sums_overflow(size, dtype, path, isa):
+    """The last key with a mask of 0 has all the weight, whatever way the others are added up."""
+    sizes = SIZES_OF_PATH[path]
+    inputs = normal_inputs(dtype, **sizes)
+    mask = np.full((sizes["n_query"], sizes["n_key"]), -size, dtype)
+    mask[:, -1] = 0
+    right = np.broadcast_to(inputs[2][..., -1:, :].repeat(2, axis=1), (2, 4, sizes["n_query"], 12))
+    assert_same_bits(mha_fast.attention(*inputs, mask), right)
+    mask[:, 3] = size
+    right = inputs[2][..., 3:4, :].repeat(2, axis=1)
+    assert_same_bits(
+        mha_fast.attention(*inputs, mask), np.broadcast_to(right, (2, 4, sizes["n_query"], 12))
+    )
 
 
 def test_mask_as_nested_list():

@@ -1,107 +1,220 @@
-// Masks of any type and stride, read a block at a time and turned into numbers to add: 0 or -inf for bool.
+// Masks of any type, address and stride, read a block at a time and turned into numbers to add: 0 or -inf for bool.
 #pragma once
 
 #include "adjust.h"
+#include "storage.h"
 
 namespace {
 namespace MHA_ISA_NAMESPACE {
 
-struct bool_element {
-    typedef uint8_t stored;
-    template <class T> static T number(stored e) { return e ? T(0) : -infinity<T>; }
+typedef float half_floats __attribute__((vector_size(MHA_VECTOR_BYTES / 2)));
+// One integer per lane; compilers widen them well only to twice their size.
+template <class T> struct per_lane;
+template <> struct per_lane<float> {
+    typedef uint8_t bytes __attribute__((vector_size(MHA_VECTOR_BYTES / 4)));
+    typedef uint16_t pairs __attribute__((vector_size(MHA_VECTOR_BYTES / 2)));
 };
-struct float16_element {
-    typedef uint16_t stored;
-    template <class T> static T number(stored e) {
-        // The 15 bits moved to float32's place are 2**112 too small; Inf and NaN need their exponent filled up.
-        uint32_t bits = uint32_t(e & 0x7fff) << 13;
-        float magnitude;
-        memcpy(&magnitude, &bits, sizeof magnitude);
-        magnitude *= 0x1p112f;
-        if ((e & 0x7c00) == 0x7c00) magnitude = e & 0x3ff ? __builtin_nanf("") : __builtin_inff();
-        return T(e & 0x8000 ? -magnitude : magnitude);
+template <> struct per_lane<double> {
+    typedef uint8_t bytes __attribute__((vector_size(MHA_VECTOR_BYTES / 8)));
+    typedef uint16_t pairs __attribute__((vector_size(MHA_VECTOR_BYTES / 4)));
+    typedef uint32_t quads __attribute__((vector_size(MHA_VECTOR_BYTES / 2)));
+};
+MHA_INLINE ivec<float> widened(per_lane<float>::bytes b) {
+    return __builtin_convertvector(__builtin_convertvector(b, per_lane<float>::pairs), ivec<float>);
+}
+MHA_INLINE ivec<double> widened(per_lane<double>::bytes b) {
+    const per_lane<double>::pairs pairs = __builtin_convertvector(b, per_lane<double>::pairs);
+    return __builtin_convertvector(__builtin_convertvector(pairs, per_lane<double>::quads), ivec<double>);
+}
+
+// What lies at p, at whatever address.
+template <class V> MHA_INLINE V load_anywhere(const char *p) {
+    V v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+// A type of element: numbers<T>(p) are the lanes<T> elements that follow each other from p on.
+struct bool_element {
+    static constexpr int size = 1;
+    template <class T> static MHA_INLINE vec<T> numbers(const char *p) {
+        return widened(load_anywhere<typename per_lane<T>::bytes>(p)) == 0 ? splat(-infinity<T>) : vec<T>{};
     }
 };
-struct bfloat16_element {
-    typedef uint16_t stored;
-    template <class T> static T number(stored e) {
-        uint32_t bits = uint32_t(e) << 16;
-        float f;
-        memcpy(&f, &bits, sizeof f);
-        return T(f);
+template <class S> struct half_element {
+    static constexpr int size = 2;
+    template <class T> static MHA_INLINE vec<T> numbers(const char *p) {
+        half_bits bits = {};
+        memcpy(&bits, p, lanes<T> * size);
+        const vec<float> wide = widened(bits, S{});
+        if constexpr (sizeof(T) == sizeof(float)) return wide;
+        else return __builtin_convertvector(load_anywhere<half_floats>((const char *)&wide), vec<T>);
     }
 };
 struct float32_element {
-    typedef float stored;
-    template <class T> static T number(stored e) { return T(e); }
+    static constexpr int size = 4;
+    template <class T> static MHA_INLINE vec<T> numbers(const char *p) {
+        if constexpr (sizeof(T) == size) return load_anywhere<vec<T>>(p);
+        else return __builtin_convertvector(load_anywhere<half_floats>(p), vec<T>);
+    }
 };
 struct float64_element {
-    typedef double stored;
-    template <class T> static T number(stored e) {
-        // A finite number past float32's range must not turn into -inf, which would exclude the key.
-        T n = T(e);
-        if (sizeof(T) < sizeof e && __builtin_isinf(n) && !__builtin_isinf(e)) n = e < 0 ? -largest_finite<T> : largest_finite<T>;
-        return n;
+    static constexpr int size = 8;
+    template <class T> static MHA_INLINE vec<T> numbers(const char *p) {
+        if constexpr (sizeof(T) == size) return load_anywhere<vec<T>>(p);
+        else {
+            vec<T> all;
+            MHA_UNROLL for (int half = 0; half < 2; half++) {
+                const half_floats part = narrow(load_anywhere<vec<double>>(p + half * MHA_VECTOR_BYTES));
+                memcpy((char *)&all + half * sizeof part, &part, sizeof part);
+            }
+            return all;
+        }
+    }
+    // A finite number past float32's range must not turn into -inf, which would exclude the key.
+    static MHA_INLINE half_floats narrow(vec<double> v) {
+        constexpr double most = largest_finite<float>;
+        const vec<double> size = magnitude<double>(v), bounded = v < 0 ? splat(-most) : splat(most);
+        return __builtin_convertvector(((size > most) & (size < infinity<double>)) ? bounded : v, half_floats);
     }
 };
 
-template <class T, class Element> MHA_INLINE T mask_number(const char *place) {
-    typename Element::stored e;
-    memcpy(&e, place, sizeof e);  // a mask may lie at any address
-    return Element::template number<T>(e);
+// lanes<T> elements of a row, key_stride apart; where only n are left, the last one stands in for the others.
+template <class T, class Element> MHA_INLINE vec<T> mask_numbers(const char *place, ptrdiff_t key_stride, ptrdiff_t n) {
+    if (key_stride == Element::size && n >= lanes<T>) return Element::template numbers<T>(place);
+    char packed[lanes<T> * Element::size];
+    for (int i = 0; i < lanes<T>; i++)
+        memcpy(packed + i * Element::size, place + (i < n ? i : n - 1) * key_stride, Element::size);
+    return Element::template numbers<T>(packed);
 }
 
-template <class T, class Element> void read_mask(T *bias, const char *row, ptrdiff_t key_stride, ptrdiff_t n_key) {
-    constexpr ptrdiff_t size = sizeof(typename Element::stored);
-    if (key_stride == size) {
-        // The same row's next block: rows lie too far apart for the hardware to foresee it.
-        for (ptrdiff_t byte = 0; byte < n_key * size; byte += 64) __builtin_prefetch(row + n_key * size + byte, 0, 2);
-        // a constant stride lets the compiler vectorise
-        for (ptrdiff_t j = 0; j < n_key; j++) bias[j] = mask_number<T, Element>(row + j * size);
-    } else
-        for (ptrdiff_t j = 0; j < n_key; j++) bias[j] = mask_number<T, Element>(row + j * key_stride);
+// Keeps what the numbers of a mask are, in three integer steps a vector: each has a code, which for -inf is the highest
+// of all and for the others the lower, the larger their magnitude; NaN has the lowest.
+template <class T> class mask_census {
+    typedef unsigned_vec<T> codes;
+    codes lowest = ~codes{}, highest = {};
+
+    static MHA_INLINE codes code(vec<T> v) {
+        const codes from_infinity = (codes)v ^ (codes)splat(-infinity<T>);
+        return (from_infinity << 1 | from_infinity >> (8 * sizeof(T) - 1)) - 1;
+    }
+
+public:
+    MHA_INLINE void add(vec<T> v) {
+        const codes c = code(v);
+        lowest = c < lowest ? c : lowest;
+        highest = c > highest ? c : highest;
+    }
+    int holds() const {
+        const codes least_harmless = code(splat(-harmless_bias<T>));
+        int found = 0;
+        for (int i = 0; i < lanes<T>; i++) {
+            if (lowest[i] != codes(~codes{})[0]) found |= MHA_MASK_VISIBLE;
+            if (highest[i] == codes(~codes{})[0]) found |= MHA_MASK_EXCLUDED;
+            if (lowest[i] < least_harmless[0]) found |= MHA_MASK_LARGE;
+        }
+        return found;
+    }
+};
+
+template <class T, class Element>
+int read_row(T *bias, const char *row, ptrdiff_t key_stride, ptrdiff_t n_key) {
+    mask_census<T> census;
+    for (ptrdiff_t j = 0; j < n_key; j += lanes<T>) {
+        const vec<T> v = mask_numbers<T, Element>(row + j * key_stride, key_stride, n_key - j);
+        census.add(v);
+        store(bias + j, v);
+    }
+    return census.holds();
 }
 
-template <class T> int mask_holds(const T *bias, ptrdiff_t n_key) {
-    int n_excluded = 0;
-    for (ptrdiff_t j = 0; j < n_key; j++) n_excluded += bias[j] == -infinity<T>;
-    return (n_excluded < n_key ? MHA_MASK_VISIBLE : 0) | (n_excluded ? MHA_MASK_EXCLUDED : 0);
+// Rows that share a mask (heads of a group) follow each other; lanes without a row repeat the last one.
+template <class T, int ROWS, class Element>
+int read_tile(T *bias, const char *const *row, ptrdiff_t n_row, ptrdiff_t key_stride, ptrdiff_t n_key) {
+    mask_census<T> census;
+    for (ptrdiff_t r = 0; r < n_row; r += lanes<T>) {
+        const char *source[lanes<T>];
+        for (int i = 0; i < lanes<T>; i++) source[i] = row[r + i < n_row ? r + i : n_row - 1];
+        for (ptrdiff_t j = 0; j < n_key; j += lanes<T>) {
+            vec<T> square[lanes<T>];
+            for (int i = 0; i < lanes<T>; i++) {
+                if (i > 0 && source[i] == source[i - 1]) {
+                    square[i] = square[i - 1];
+                    continue;
+                }
+                square[i] = mask_numbers<T, Element>(source[i] + j * key_stride, key_stride, n_key - j);
+                census.add(square[i]);
+            }
+            transpose<T>(square);
+            for (int i = 0; i < lanes<T> && j + i < n_key; i++) store(bias + (j + i) * ROWS + r, square[i]);
+        }
+    }
+    return census.holds();
+}
+
+// Rows of a bool mask as [row][MHA_KEY_BLOCK] bytes, and what they hold; the last key stands in for those past n_key.
+inline int gather_bools(char *block, const char *const *row, ptrdiff_t n_row, ptrdiff_t key_stride, ptrdiff_t n_key) {
+    typedef uint8_t bytes __attribute__((vector_size(MHA_VECTOR_BYTES)));
+    bytes visible = {}, excluded = {};
+    for (ptrdiff_t r = 0; r < n_row; r++) {
+        char *line = block + r * MHA_KEY_BLOCK;
+        const char *source = row[r];
+        if (key_stride != 1 || n_key != MHA_KEY_BLOCK) {
+            for (ptrdiff_t j = 0; j < MHA_KEY_BLOCK; j++) line[j] = source[(j < n_key ? j : n_key - 1) * key_stride];
+            source = line;
+        }
+        MHA_UNROLL for (int j = 0; j < MHA_KEY_BLOCK; j += MHA_VECTOR_BYTES) {
+            const bytes b = load_anywhere<bytes>(source + j);
+            visible |= b;
+            excluded |= (bytes)(b == 0);
+            memcpy(line + j, &b, sizeof b);
+        }
+    }
+    int holds = 0;
+    for (int i = 0; i < MHA_VECTOR_BYTES; i++)
+        holds |= (visible[i] ? MHA_MASK_VISIBLE : 0) | (excluded[i] ? MHA_MASK_EXCLUDED : 0);
+    return holds;
+}
+
+// Only a block that holds both is worth the rest of the work.
+template <class T, int ROWS>
+int read_bool_tile(T *bias, char *block, const char *const *row, ptrdiff_t n_row, ptrdiff_t key_stride, ptrdiff_t n_key) {
+    static_assert(ROWS <= MHA_VECTOR_BYTES, "the block fits the working memory of mask_tile");
+    const int holds = gather_bools(block, row, n_row, key_stride, n_key);
+    if (holds != (MHA_MASK_VISIBLE | MHA_MASK_EXCLUDED)) return holds;
+    const char *line[ROWS];
+    for (ptrdiff_t r = 0; r < n_row; r++) line[r] = block + r * MHA_KEY_BLOCK;
+    read_tile<T, ROWS, bool_element>(bias, line, n_row, 1, n_key);
+    return holds;
 }
 
 template <class T>
 int mask_row(void *bias_, const char *row, ptrdiff_t key_stride, ptrdiff_t n_key, mha_mask_type type) {
     T *bias = (T *)bias_;
     switch (type) {
-    case MHA_BOOL: read_mask<T, bool_element>(bias, row, key_stride, n_key); break;
-    case MHA_FLOAT16: read_mask<T, float16_element>(bias, row, key_stride, n_key); break;
-    case MHA_BFLOAT16: read_mask<T, bfloat16_element>(bias, row, key_stride, n_key); break;
-    case MHA_FLOAT32: read_mask<T, float32_element>(bias, row, key_stride, n_key); break;
-    case MHA_FLOAT64: read_mask<T, float64_element>(bias, row, key_stride, n_key); break;
+    case MHA_BOOL: return read_row<T, bool_element>(bias, row, key_stride, n_key);
+    case MHA_FLOAT16: return read_row<T, half_element<float16>>(bias, row, key_stride, n_key);
+    case MHA_BFLOAT16: return read_row<T, half_element<bfloat16>>(bias, row, key_stride, n_key);
+    case MHA_FLOAT32: return read_row<T, float32_element>(bias, row, key_stride, n_key);
+    case MHA_FLOAT64: return read_row<T, float64_element>(bias, row, key_stride, n_key);
     case MHA_NO_MASK: break;
     }
-    return mask_holds(bias, n_key);
+    return MHA_MASK_VISIBLE;
 }
 
-// [key][ROWS] from up to ROWS rows; lanes without a row get 0.
 template <class T, int ROWS>
-int mask_tile(void *bias_, void *work_, const char *const *row, ptrdiff_t n_row, ptrdiff_t key_stride, ptrdiff_t n_key,
+int mask_tile(void *bias_, void *work, const char *const *row, ptrdiff_t n_row, ptrdiff_t key_stride, ptrdiff_t n_key,
               mha_mask_type type) {
-    T *bias = (T *)bias_, *work = (T *)work_;
-    int holds = 0;
-    for (ptrdiff_t r = 0; r < n_row; r += lanes<T>) {
-        for (int i = 0; i < lanes<T>; i++) {
-            T *line = work + i * MHA_KEY_BLOCK;
-            if (r + i < n_row) holds |= mask_row<T>(line, row[r + i], key_stride, n_key, type);
-            else memset(line, 0, MHA_KEY_BLOCK * sizeof(T));
-        }
-        for (ptrdiff_t j = 0; j < n_key; j += lanes<T>) {
-            vec<T> square[lanes<T>];
-            for (int i = 0; i < lanes<T>; i++) square[i] = load(work + i * MHA_KEY_BLOCK + j);
-            transpose<T>(square);
-            for (int i = 0; i < lanes<T> && j + i < n_key; i++) store(bias + (j + i) * ROWS + r, square[i]);
-        }
+    T *bias = (T *)bias_;
+    switch (type) {
+    case MHA_BOOL: return read_bool_tile<T, ROWS>(bias, (char *)work, row, n_row, key_stride, n_key);
+    case MHA_FLOAT16: return read_tile<T, ROWS, half_element<float16>>(bias, row, n_row, key_stride, n_key);
+    case MHA_BFLOAT16: return read_tile<T, ROWS, half_element<bfloat16>>(bias, row, n_row, key_stride, n_key);
+    case MHA_FLOAT32: return read_tile<T, ROWS, float32_element>(bias, row, n_row, key_stride, n_key);
+    case MHA_FLOAT64: return read_tile<T, ROWS, float64_element>(bias, row, n_row, key_stride, n_key);
+    case MHA_NO_MASK: break;
     }
-    return holds;
+    return MHA_MASK_VISIBLE;
 }
 
 }  // namespace MHA_ISA_NAMESPACE

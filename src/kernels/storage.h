@@ -128,16 +128,20 @@ void widen(void *block, ptrdiff_t row_bytes, const char *data, ptrdiff_t stride,
     }
 }
 
+// 0 * v summed is NaN as soon as one v is Inf or NaN.  Four sums: one alone would wait for itself.
 template <class T, class S>
 int all_finite(const char *data, ptrdiff_t stride, ptrdiff_t n_row, ptrdiff_t width) {
-    vec<T> zero = {};  // 0 * v summed: NaN as soon as one v is Inf or NaN
+    vec<T> zero[4] = {};
     for (ptrdiff_t r = 0; r < n_row; r++) {
         const S *row = row_at<S>(data, stride, r);
-        ptrdiff_t d = 0;
-        for (; d + lanes<T> <= width; d += lanes<T>) zero += load_stored<T>(row + d) * T(0);
-        if (d < width) zero += load_stored_first<T>(row + d, width - d) * T(0);
+        in_steps<4>(width / lanes<T>, [&](auto step, ptrdiff_t x) __attribute__((always_inline)) {
+            MHA_UNROLL for (int i = 0; i < decltype(step)::value; i++)
+                zero[i] += load_stored<T>(row + (x + i) * lanes<T>) * T(0);
+        });
+        const ptrdiff_t rest = width % lanes<T>;
+        if (rest) zero[0] += load_stored_first<T>(row + width - rest, rest) * T(0);
     }
-    return lane_sum<T>(zero) == T(0);
+    return lane_sum<T>((zero[0] + zero[1]) + (zero[2] + zero[3])) == T(0);
 }
 
 }  // namespace MHA_ISA_NAMESPACE

@@ -8,6 +8,8 @@
 
 #if defined(__SSE2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 // Per instruction set: vector bytes; vectors of rows in a sub-tile; accumulators that fit the register file beside
@@ -47,15 +49,18 @@ template <> struct vector_of<float> {
     typedef float type __attribute__((vector_size(MHA_VECTOR_BYTES)));
     typedef float unaligned __attribute__((vector_size(MHA_VECTOR_BYTES), aligned(4), may_alias));
     typedef int32_t integer __attribute__((vector_size(MHA_VECTOR_BYTES)));
+    typedef uint32_t unsigned_integer __attribute__((vector_size(MHA_VECTOR_BYTES)));
 };
 template <> struct vector_of<double> {
     typedef double type __attribute__((vector_size(MHA_VECTOR_BYTES)));
     typedef double unaligned __attribute__((vector_size(MHA_VECTOR_BYTES), aligned(8), may_alias));
     typedef int64_t integer __attribute__((vector_size(MHA_VECTOR_BYTES)));
+    typedef uint64_t unsigned_integer __attribute__((vector_size(MHA_VECTOR_BYTES)));
 };
 
 template <class T> using vec = typename vector_of<T>::type;
 template <class T> using ivec = typename vector_of<T>::integer;
+template <class T> using unsigned_vec = typename vector_of<T>::unsigned_integer;
 template <class T> constexpr int lanes = MHA_VECTOR_BYTES / int(sizeof(T));
 template <class T> constexpr int tile_rows = MHA_TILE_VECTORS * lanes<T>;
 
@@ -123,6 +128,32 @@ template <> MHA_INLINE vec<float> larger<float>(vec<float> a, vec<float> b) {
 }
 template <> MHA_INLINE vec<double> larger<double>(vec<double> a, vec<double> b) {
     return (vec<double>)_mm_max_pd((__m128d)a, (__m128d)b);
+}
+#endif
+
+// a * b + c, rounded once wherever the CPU can.  Plain expressions are left to the compiler, which may round one and not
+// the other of two that should agree.
+template <class T> MHA_INLINE vec<T> multiply_add(vec<T> a, vec<T> b, vec<T> c) { return a * b + c; }
+#if defined(__AVX512F__)
+template <> MHA_INLINE vec<float> multiply_add<float>(vec<float> a, vec<float> b, vec<float> c) {
+    return (vec<float>)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+}
+template <> MHA_INLINE vec<double> multiply_add<double>(vec<double> a, vec<double> b, vec<double> c) {
+    return (vec<double>)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
+}
+#elif defined(__AVX2__)
+template <> MHA_INLINE vec<float> multiply_add<float>(vec<float> a, vec<float> b, vec<float> c) {
+    return (vec<float>)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+}
+template <> MHA_INLINE vec<double> multiply_add<double>(vec<double> a, vec<double> b, vec<double> c) {
+    return (vec<double>)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
+}
+#elif defined(__aarch64__)
+template <> MHA_INLINE vec<float> multiply_add<float>(vec<float> a, vec<float> b, vec<float> c) {
+    return (vec<float>)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+}
+template <> MHA_INLINE vec<double> multiply_add<double>(vec<double> a, vec<double> b, vec<double> c) {
+    return (vec<double>)vfmaq_f64((float64x2_t)c, (float64x2_t)a, (float64x2_t)b);
 }
 #endif
 
