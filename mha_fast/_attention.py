@@ -77,8 +77,8 @@ def attention(
     return_lse : bool
         Also return the log-sum-exp of each query's scores.
     precision : {"highest", "high"}
-        "high" allows float32 products a relative error of about 2**-16 where a faster unit
-        exists. No instruction set of this version has one, so both give the same.
+        "high" allows float32 products a relative error of about 2**-16 where that is faster: in
+        long calls on a CPU with a matrix unit (AMX). Everywhere else both give the same.
     out : array, (..., n_head, n_query, value_width), optional
         Receives the result. Exact shape and dtype, any strides; may overlap the inputs.
     num_threads : int, optional
@@ -108,13 +108,16 @@ def attention(
     excluded propagates. A key whose score is -inf by arithmetic has weight 0.
 
     16-bit inputs are widened to float32 tile by tile, computed in float32 and rounded once at the
-    end; a float mask keeps its own dtype until then.
+    end; a float mask keeps its own dtype until then. Long calls use the matrix unit of a CPU that
+    has one: float32 and float16 as sums of products of bfloat16 parts, with no larger an error;
+    bfloat16 with weights rounded to bfloat16, so that `lse` is within 2**-9.
 
     An operand whose last axis is not contiguous, that is not aligned or of foreign byte order is
     copied; every other one is read where it lies.
 
     Time is ``n_head * n_query * n_key * (head_width + value_width)`` multiply-adds over the
-    visible key blocks; memory is a few hundred KiB per thread. With up to 8 query rows per
+    visible key blocks; memory is a few hundred KiB per thread, up to
+    2 MiB where the matrix unit is used. With up to 8 query rows per
     key/value head (decoding), keys are split into pieces of 512 whose results are joined in
     order.
 

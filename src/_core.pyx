@@ -11,11 +11,14 @@
       |            mask -> scores -> adjust -> online softmax -> values
       |    finish: divide by the total, gate, write out and log-sum-exp
       |
+      +- attend_matrix()     the same on a matrix unit, if there is one and the rows are many: these steps of three
+      |    neighbouring blocks run at the same time
+      |
       +- attend_few_rows()   all rows (at most 8) of a pair, 512 keys -> a partial result
            merge_few_rows()  joins the partial results in index order
 
     kernels.h        what a tile function does           workspace.pxi   buffers of a thread
-    rows.pxi         where rows lie, what they see       row_tiles.pxi, few_rows.pxi   the two paths
+    rows.pxi         where rows lie, what they see       row_tiles.pxi, matrix_tiles.pxi, few_rows.pxi   the paths
     plan.pxi         tasks and their order               statistics.pxi  measurements instead of values
 
 Two more outputs take the same way.  Weights are written in a second visit of the blocks, once maximum and total are

@@ -139,6 +139,14 @@ mha_packed pack_keys(void *packed, const char *key, ptrdiff_t stride, ptrdiff_t 
 // Two squares of numbers, turned over, as tiles of pairs; part p is at p * pair_numbers.
 template <int N_PART>
 MHA_INLINE void store_turned(uint16_t *place, vec<float> (&first)[tile_edge], vec<float> (&second)[tile_edge]) {
+    if constexpr (N_PART == 1) {  // one square to turn over instead of two
+        vec<float> pair[tile_edge][1];
+        MHA_UNROLL for (int i = 0; i < tile_edge; i++) split<1>(first[i], second[i], pair[i]);
+        MHA_UNROLL for (int i = 0; i < tile_edge; i++) first[i] = pair[i][0];
+        transpose<float>(first);
+        MHA_UNROLL for (int i = 0; i < tile_edge; i++) store((float *)place + i * tile_edge, first[i]);
+        return;
+    }
     transpose<float>(first);
     transpose<float>(second);
     MHA_UNROLL for (int i = 0; i < tile_edge; i++) {
