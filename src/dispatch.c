@@ -18,14 +18,19 @@ static int has_f16c(void)
 #endif
 
 #if defined(MHA_HAVE_AMX)
-/* Bits of CPUID leaf 7, of its second part, and of XCR0 (Intel SDM, volume 1, chapters 13 and 18). */
-enum { AMX_BF16 = 1 << 22, AMX_TILE = 1 << 24, AVX512_BF16 = 1 << 5, TILE_STATES = 3 << 17 };
+/* Bits of CPUID leaf 7 (ecx, edx), of its second part (eax), and of XCR0 (Intel SDM, volume 1, chapters 13 and 18). */
+enum {
+    AVX512_VBMI2 = 1 << 6,
+    TILES_AND_FP16 = 1 << 22 | 1 << 23 | 1 << 24, /* AMX-BF16, AVX512-FP16, AMX-TILE */
+    AVX512_BF16 = 1 << 5,
+    TILE_STATES = 3 << 17
+};
 
 static int has_matrix_unit(void)
 {
     unsigned a, b, c, d, low, high;
 
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & (AMX_BF16 | AMX_TILE)) != (AMX_BF16 | AMX_TILE))
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(c & AVX512_VBMI2) || (d & TILES_AND_FP16) != TILES_AND_FP16)
         return 0;
     if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a & AVX512_BF16))
         return 0;
