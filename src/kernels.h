@@ -223,11 +223,13 @@ typedef struct {
  * it multiplies for two blocks of scores and does the softmax of a third. */
 
 enum {
-    MHA_MATRIX_ROWS = 32,   /* rows of a sub-tile */
-    MHA_MATRIX_MOST_GROUPS = 16, /* of keys in a block */
-    MHA_MATRIX_GROUP = 32,  /* keys are packed, and multiplied, in groups of this many */
-    MHA_MATRIX_PIECE = 256, /* keys of a stage with float32 scores, at most */
-    MHA_MATRIX_CHUNK = 32   /* features likewise */
+    MHA_MATRIX_ROWS = 32,        /* rows of a sub-tile */
+    MHA_MATRIX_GROUP = 32,       /* keys are packed, and multiplied, in groups of this many */
+    MHA_MATRIX_CHUNK = 32,       /* features likewise */
+    MHA_MATRIX_MOST_GROUPS = 16, /* in a block */
+    MHA_MATRIX_PIECE = 256,      /* keys of a stage with float32 scores, at most */
+    /* Groups of float32 scores that wait to be shortened: one in the unit, one being stored, one being shortened. */
+    MHA_MATRIX_PASSING = 3
 };
 
 /* What packing reports. */
@@ -258,7 +260,7 @@ typedef struct {
     float *product;
     float *pending;                   /* where what the unit still holds belongs; `unused` at the beginning */
     float *unused;                    /* room for a group of scores that nobody reads */
-    float *passing;                   /* room for the three groups of short scores that are on their way */
+    float *passing;                   /* room for MHA_MATRIX_PASSING groups of scores */
     ptrdiff_t query_chunks, value_chunks;
     double exp_scale;
 } mha_pipeline;
@@ -268,8 +270,8 @@ typedef struct {
     ptrdiff_t block_keys;             /* keys per block, and so of a stage with short scores at most */
     double most_short;                /* scores times exp_scale below this may be short; 0: none */
     ptrdiff_t min_rows;               /* with fewer rows per key/value head the tiles of mha_kernels are faster */
-    void (*begin)(void);              /* on every thread, before and after */
-    void (*end)(void);
+    void (*acquire)(void);            /* the unit, on every thread, before and after */
+    void (*release)(void);
     /* Each packs whole groups and chunks, zeros beyond the end and in place of what is left out. */
     mha_packed (*pack_queries)(void *packed, const char *const *row, ptrdiff_t n_row, ptrdiff_t width, double scale);
     mha_packed (*pack_keys)(void *packed, const char *key, ptrdiff_t stride, ptrdiff_t n_key, ptrdiff_t width);
@@ -278,10 +280,11 @@ typedef struct {
     /* Computes the scores of the queries and keys that were left out. */
     void (*repair_scores)(float *score, const char *const *query, ptrdiff_t n_row, double scale, const char *key,
                           ptrdiff_t stride, ptrdiff_t n_key, ptrdiff_t width);
-    /* Adds the elements of values that were left out; visible as in values_guarded, or NULL: all are. */
+    /* Adds the elements of values that were left out; visible as in values_guarded. */
     void (*add_left_out)(float *sum, const void *weight, const float *visible, const char *value, ptrdiff_t stride,
                          ptrdiff_t n_key, ptrdiff_t width);
     /* As in mha_kernels, for MHA_MATRIX_ROWS rows. */
+    void (*begin)(void *sum, void *maximum, void *total, ptrdiff_t n_row, ptrdiff_t width);
     void (*adjust)(void *score, void *peak, ptrdiff_t n_row, ptrdiff_t n_key, const mha_adjust *how);
     int (*mask_tile)(void *bias, void *work, const char *const *row, ptrdiff_t n_row, ptrdiff_t key_stride,
                      ptrdiff_t n_key, mha_mask_type type);

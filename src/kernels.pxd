@@ -146,6 +146,7 @@ cdef extern from "kernels.h" nogil:
         MHA_MATRIX_ROWS
         MHA_MATRIX_GROUP
         MHA_MATRIX_PIECE
+        MHA_MATRIX_PASSING
         MHA_MATRIX_CHUNK
 
     ctypedef struct mha_packed:
@@ -181,8 +182,8 @@ cdef extern from "kernels.h" nogil:
         ptrdiff_t n_part, block_keys
         double most_short
         ptrdiff_t min_rows
-        void (*begin)() noexcept nogil
-        void (*end)() noexcept nogil
+        void (*acquire)() noexcept nogil
+        void (*release)() noexcept nogil
         mha_packed (*pack_queries)(void *, const char *const *, ptrdiff_t, ptrdiff_t, double) noexcept nogil
         mha_packed (*pack_keys)(void *, const char *, ptrdiff_t, ptrdiff_t, ptrdiff_t) noexcept nogil
         mha_packed (*pack_values)(void *, const char *, ptrdiff_t, ptrdiff_t, ptrdiff_t) noexcept nogil
@@ -191,6 +192,7 @@ cdef extern from "kernels.h" nogil:
                               ptrdiff_t) noexcept nogil
         void (*add_left_out)(float *, const void *, const float *, const char *, ptrdiff_t, ptrdiff_t,
                              ptrdiff_t) noexcept nogil
+        void (*begin)(void *, void *, void *, ptrdiff_t, ptrdiff_t) noexcept nogil
         void (*adjust)(void *, void *, ptrdiff_t, ptrdiff_t, const mha_adjust *) noexcept nogil
         int (*mask_tile)(void *, void *, const char *const *, ptrdiff_t, ptrdiff_t, ptrdiff_t,
                          mha_mask_type) noexcept nogil

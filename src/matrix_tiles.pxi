@@ -69,7 +69,7 @@ cdef void place_pipeline(workspace *w, arena *a, const mha_problem *p, const pla
     w.pipe.exp_scale = p.exp_scale
     w.pipe.product = <float *>take(a, w.pipe.value_chunks * MHA_MATRIX_CHUNK * MHA_MATRIX_ROWS * sizeof(float))
     w.pipe.unused = <float *>take(a, MHA_MATRIX_GROUP * MHA_MATRIX_ROWS * sizeof(float))
-    w.pipe.passing = <float *>take(a, 3 * MHA_MATRIX_GROUP * MHA_MATRIX_ROWS * sizeof(float))
+    w.pipe.passing = <float *>take(a, MHA_MATRIX_PASSING * MHA_MATRIX_GROUP * MHA_MATRIX_ROWS * sizeof(float))
 
 
 # ------------------------------------------------------------------------------------------------------- the pipeline
@@ -207,28 +207,29 @@ cdef void multiply_block(sub_tile *s, workspace *w, const mha_problem *p, const 
 
     In pieces, so that only keys that some rows do not see take the way for such.
     """
-    cdef ptrdiff_t group = max(s.first_key - block.first, 0) // MHA_MATRIX_GROUP, piece
+    cdef ptrdiff_t group = max(s.first_key - block.first, 0) // MHA_MATRIX_GROUP, end_piece
     cdef ptrdiff_t end = ceil_divide(min(s.last_key - block.first, block.n_key), MHA_MATRIX_GROUP)
     cdef ptrdiff_t first_seen = ceil_divide(max(s.all_first - block.first, 0), MHA_MATRIX_GROUP)
     cdef ptrdiff_t end_seen = min(max(s.all_last - block.first, 0) // MHA_MATRIX_GROUP, end)
     while group < end:
-        piece = MHA_MATRIX_PIECE // MHA_MATRIX_GROUP
+        end_piece = group + MHA_MATRIX_PIECE // MHA_MATRIX_GROUP
         if first_seen <= group < end_seen:
-            if p.mask_type == MHA_NO_MASK and may_be_short(s, p, work.matrix, block, group, end_seen):
-                piece = end_seen - group
-            piece = min(piece, end_seen - group)
+            if p.mask_type != MHA_NO_MASK or not may_be_short(s, p, work.matrix, block, group, end_seen):
+                end_piece = min(end_piece, end_seen)
+            else:
+                end_piece = end_seen
         elif group < first_seen < end_seen:
-            piece = min(piece, first_seen - group)
-        piece = min(piece, end - group)
-        multiply_piece(s, w, p, k, work, pair, block, group, group + piece)
-        group += piece
+            end_piece = min(end_piece, first_seen)
+        end_piece = min(end_piece, end)
+        multiply_piece(s, w, p, k, work, pair, block, group, end_piece)
+        group = end_piece
 
 
 cdef void attend_matrix(workspace *w, const mha_problem *p, const mha_kernels *k, const plan *work, ptrdiff_t pair,
                         ptrdiff_t row, ptrdiff_t n_row) noexcept nogil:
     """Rows row ... row + n_row - 1 of a pair."""
     cdef const mha_matrix *m = work.matrix
-    cdef ptrdiff_t i, r, start, n_sub = ceil_divide(n_row, MHA_MATRIX_ROWS), first_key = p.n_key, last_key = 0
+    cdef ptrdiff_t i, start, n_sub = ceil_divide(n_row, MHA_MATRIX_ROWS), first_key = p.n_key, last_key = 0
     cdef mha_finish how
     cdef matrix_block block
     cdef sub_tile *s
@@ -236,12 +237,9 @@ cdef void attend_matrix(workspace *w, const mha_problem *p, const mha_kernels *k
         s = &w.sub[i]
         describe_rows(s, p, k, pair, row + i * MHA_MATRIX_ROWS, min(MHA_MATRIX_ROWS, n_row - i * MHA_MATRIX_ROWS))
         s.packing = m.pack_queries(s.packed, s.query, s.n_row, p.head_width, p.query_scale)
-        memset(s.sum, 0, w.pipe.value_chunks * MHA_MATRIX_CHUNK * MHA_MATRIX_ROWS * sizeof(float))
-        memset(s.total, 0, MHA_MATRIX_ROWS * sizeof(float))
-        for r in range(MHA_MATRIX_ROWS):
-            (<float *>s.maximum)[r] = -INFINITY
+        m.begin(s.sum, s.maximum, s.total, MHA_MATRIX_ROWS, w.pipe.value_chunks * MHA_MATRIX_CHUNK)
         first_key, last_key = min(first_key, s.first_key), max(last_key, s.last_key)
-    m.begin()
+    m.acquire()
     begin_pipeline(w)
     start = first_key // m.block_keys * m.block_keys
     while start < last_key:
@@ -250,7 +248,7 @@ cdef void attend_matrix(workspace *w, const mha_problem *p, const mha_kernels *k
             multiply_block(&w.sub[i], w, p, k, work, pair, &block)
         start += m.block_keys
     drain(w, m)
-    m.end()
+    m.release()
     for i in range(n_sub):
         s = &w.sub[i]
         how = finish_of(s, p, 0)

@@ -26,12 +26,15 @@ template <class S, int N_PRODUCT> constexpr mha_matrix matrix(ptrdiff_t min_rows
         step<N_PRODUCT>,
         repair_scores<S>,
         add_left_out<S, n_part>,
+        begin<float, MHA_MATRIX_ROWS>,
         adjust<float, MHA_MATRIX_ROWS>,
         mask_tile<float, MHA_MATRIX_ROWS>,
         finish<float, S, MHA_MATRIX_ROWS>,
     };
 }
 
+// float16 would do with fewer products: two of its three parts hold all of it.  But two parts of the weights would leave
+// 2**-16 of each, which is more than one rounding at the end.
 constexpr mha_matrix float32_highest = matrix<float, 6>(256), float32_high = matrix<float, 3>(128),
                      float16_any = matrix<float16, 6>(256), bfloat16_any = matrix<bfloat16, 1>(64);
 

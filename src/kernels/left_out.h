@@ -52,10 +52,8 @@ void add_left_out(float *sum, const void *weight, const float *visible, const ch
                 for (int half = 0; half < 2; half++) {
                     float *place = sum + (d + i) * MHA_MATRIX_ROWS + half * tile_edge;
                     vec<float> part = joined_weights<N_PART>((const uint16_t *)weight, j, half) * v[i];
-                    if (visible) {
-                        const vec<float> seen = load(visible + j * MHA_MATRIX_ROWS + half * tile_edge);
-                        part = seen == -infinity<float> ? vec<float>{} : part;
-                    }
+                    const vec<float> seen = load(visible + j * MHA_MATRIX_ROWS + half * tile_edge);
+                    part = seen == -infinity<float> ? vec<float>{} : part;
                     store(place, load(place) + part);
                 }
             }

@@ -227,7 +227,7 @@ template <int N_PRODUCT, int UNITS, bool NEXT_SHORT, bool NOW_SHORT> void step_o
                              // Group g - 1 is in memory by now.
                              if constexpr (NEXT_SHORT) peaks.up_to(g > 0 ? (g - 1) * group_rows + (c + 1) * group_rows / n_query_chunk : 0);
                          });
-            pending = NEXT_SHORT ? pipe->passing + g % groups_passing * group_rows * matrix_rows
+            pending = NEXT_SHORT ? pipe->passing + g % MHA_MATRIX_PASSING * group_rows * matrix_rows
                                  : next->score + g * group_rows * matrix_rows;
         }
     } else {

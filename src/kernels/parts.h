@@ -36,8 +36,9 @@ template <> struct products<6> {
     static constexpr part_pair at[] = {{2, 0}, {1, 0}, {1, 1}, {0, 1}, {0, 0}, {0, 2}};
 };
 
+constexpr ptrdiff_t matrix_rows = MHA_MATRIX_ROWS, row_bytes = matrix_rows * sizeof(float);
 constexpr int group_rows = MHA_MATRIX_GROUP;  // of a 2 x 2 block of tiles
-static_assert(group_rows == 2 * tile_edge && MHA_MATRIX_ROWS == 2 * tile_edge, "two tiles each way");
+static_assert(group_rows == 2 * tile_edge && matrix_rows == 2 * tile_edge, "two tiles each way");
 constexpr int tile_numbers = tile_edge * tile_depth, pair_numbers = 2 * tile_numbers;
 
 // 2**60 is an exact factor that lifts the lower parts of small values above 2**-126, where the unit takes them for 0.

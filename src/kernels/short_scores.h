@@ -14,15 +14,10 @@
 namespace {
 namespace MHA_ISA_NAMESPACE {
 
-constexpr ptrdiff_t matrix_rows = MHA_MATRIX_ROWS, row_bytes = matrix_rows * sizeof(float);
-
 typedef uint16_t short_bits __attribute__((vector_size(64)));
 
 constexpr float exponent_places = 1024, lowest_exponent = -31.5f;
 constexpr double most_exponent = 31.3;  // leaves room for the rounding of the scores
-
-// How many groups of float32 scores wait: one that the unit is working on, one being stored, one being shortened.
-constexpr ptrdiff_t groups_passing = 3;
 
 // Calls unit<FIRST>() ... unit<END - 1>() of `work`.
 template <int FIRST, int END, class Work> MHA_INLINE void units_of(Work &work) {
@@ -52,7 +47,7 @@ struct shortening {
     MHA_INLINE void up_to(ptrdiff_t end) {
         for (end = end < n ? end : n; done + 2 <= end; done += 2) {
             const ptrdiff_t group = done / group_rows, pair = done % group_rows / 2;
-            const float *s = passing + (group % groups_passing * group_rows + pair) * matrix_rows;
+            const float *s = passing + (group % MHA_MATRIX_PASSING * group_rows + pair) * matrix_rows;
             uint16_t *p = place + group * pair_numbers + pair * tile_depth;
             MHA_UNROLL for (int half = 0; half < 2; half++) {
                 const short_bits both = shortened(load(s + half * tile_edge), load(s + tile_edge * matrix_rows + half * tile_edge));
