@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from . import _checks, _layer_sizes
+from . import _checks
+from .layer._sizes import check_sizes
 
 __all__ = ["Cost", "Part", "layer_cost", "score_variance"]
 
@@ -190,9 +191,7 @@ def layer_cost(
     total               1,048,576    115,097,600        4,194,304     1,344,000
     cache                       0              0                0       409,600
     """
-    sizes = _layer_sizes.check(
-        embed_dim, num_heads, num_kv_heads, head_width, value_width, kdim, vdim
-    )
+    sizes = check_sizes(embed_dim, num_heads, num_kv_heads, head_width, value_width, kdim, vdim)
     n_query, n_batch = _checks.size("n_query", n_query), _checks.size("n_batch", n_batch)
     n_cached = _checks.size("n_cached", n_cached)
     n_key = n_cached + n_query if n_key is None else _checks.size("n_key", n_key)

@@ -20,9 +20,9 @@ from _support import (
 )
 
 import mha_fast
-from mha_fast import cache as cache_module
 from mha_fast import reference
 from mha_fast.cache import KVCache
+from mha_fast.cache import _contiguous as cache_module
 
 INF, NAN = np.inf, np.nan
 ALL_DTYPES = (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)

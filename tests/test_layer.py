@@ -14,8 +14,8 @@ from _support import assert_same_bits, run_python
 
 import mha_fast
 from mha_fast import KVCache, reference
-from mha_fast import layer as layer_module
 from mha_fast.layer import MultiHeadAttention
+from mha_fast.layer import _multi_head as layer_module
 
 F32, F64 = np.float32, np.float64
 

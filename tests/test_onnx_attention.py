@@ -17,7 +17,7 @@ from onnx.backend.test.runner import Runner
 from onnx.inliner import inline_local_functions
 from onnx.reference import ReferenceEvaluator
 
-from mha_fast import onnx as mha_onnx
+from mha_fast.integrations import onnx as mha_onnx
 
 FLOAT, FLOAT16, DOUBLE, BFLOAT16 = 1, 10, 11, 16
 DTYPES = (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)

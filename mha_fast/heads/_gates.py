@@ -5,8 +5,8 @@ from functools import cached_property
 
 import numpy as np
 
-from ._heads_tables import grid
-from ._typing import Array, ArrayLike
+from .._typing import Array, ArrayLike
+from ._tables import grid
 
 __all__ = ["HardConcrete"]
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ._typing import Array
+from .._typing import Array
 
 __all__ = ["grid", "head_name"]
 

@@ -5,11 +5,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from . import _checks
-from ._arguments import LARGEST_OFFSET as LARGEST
-from ._layer_sizes import KEY, QUERY, VALUE, LayerSizes
-from ._typing import Array, ArrayLike
-from .cache import KVCache
+from .. import _checks
+from .._arguments import LARGEST_OFFSET as LARGEST
+from .._typing import Array, ArrayLike
+from ..cache import KVCache
+from ._sizes import KEY, QUERY, VALUE, LayerSizes
 
 Position: TypeAlias = Callable[[Array, Array], Array]
 

@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from . import _checks
-from ._attention import attention
-from ._typing import Array, ArrayLike, Window
+from .. import _checks
+from .._attention import attention
+from .._typing import Array, ArrayLike, Window
 
 # Of the buffer through which `reorder` copies: small enough to stay in the processor's cache.
 _BUFFER_BYTES = 1 << 20

@@ -21,9 +21,9 @@ any function of the gates that is larger when the network does better; the gates
 `mha_fast.attention` takes as `head_mask`, one row per layer.
 """
 
-from ._heads_classes import HeadClasses, classify_heads
-from ._heads_gates import HardConcrete
-from ._heads_pruning import (
+from ._classes import HeadClasses, classify_heads
+from ._gates import HardConcrete
+from ._pruning import (
     Ablation,
     PruningPath,
     ablate_heads,
@@ -31,7 +31,7 @@ from ._heads_pruning import (
     prune_greedily,
     prune_in_order,
 )
-from ._heads_relations import RelationAccuracy, relation_accuracy
+from ._relations import RelationAccuracy, relation_accuracy
 
 __all__ = [
     "Ablation",

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from ._layer_sizes import KEY, QUERY, VALUE, LayerSizes
-from ._layer_weights import Tensors
-from ._typing import Array
+from .._typing import Array
+from ._sizes import KEY, QUERY, VALUE, LayerSizes
+from ._weights import Tensors
 
 # Rows of a 16-bit matrix that are widened at a time: few enough to stay in the processor's cache
 # until the product has read them, enough to keep the product efficient.

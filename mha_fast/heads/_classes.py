@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ._heads_tables import grid
-from ._statistics_record import HeadStatistics
-from ._typing import Array
+from .._statistics_record import HeadStatistics
+from .._typing import Array
+from ._tables import grid
 
 __all__ = ["HeadClasses", "classify_heads"]
 

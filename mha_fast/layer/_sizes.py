@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from . import _checks
+from .. import _checks
 
 # Places of the matrices of the three inputs, in the order in which they are stacked.
 QUERY, KEY, VALUE = range(3)
@@ -65,7 +65,7 @@ class LayerSizes:
         }
 
 
-def check(
+def check_sizes(
     embed_dim: Any,
     num_heads: Any,
     num_kv_heads: Any = None,

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mha_fast import attention, get_num_threads, reference
-
-from ._typing import Array
+from .. import attention, get_num_threads, reference
+from .._typing import Array
 
 # Three words of a sentence on cricket. Features 0 and 1 of each vector tell who is meant, features
 # 2 and 3 what is spoken of. "his" is the word that looks around.

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ._heads_tables import grid
-from ._typing import Array, ArrayLike
+from .._typing import Array, ArrayLike
+from ._tables import grid
 
 __all__ = ["RelationAccuracy", "relation_accuracy"]
 

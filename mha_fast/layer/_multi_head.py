@@ -6,13 +6,14 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from . import _checks, _layer_inputs, _layer_sizes, _layer_weights
-from ._attention import attention
-from ._layer_inputs import Position
-from ._layer_parameters import Parameters
-from ._layer_sizes import KEY, QUERY, VALUE, LayerSizes
-from ._typing import Array, ArrayLike, Window
-from .cache import KVCache
+from .. import _checks
+from .._attention import attention
+from .._typing import Array, ArrayLike, Window
+from ..cache import KVCache
+from . import _inputs, _weights
+from ._inputs import Position
+from ._parameters import Parameters
+from ._sizes import KEY, QUERY, VALUE, LayerSizes, check_sizes
 
 
 class MultiHeadAttention:
@@ -137,15 +138,13 @@ class MultiHeadAttention:
         seed: Any = None,
         position: Position | None = None,
     ) -> None:
-        sizes = _layer_sizes.check(
-            embed_dim, num_heads, num_kv_heads, head_width, value_width, kdim, vdim
-        )
+        sizes = check_sizes(embed_dim, num_heads, num_kv_heads, head_width, value_width, kdim, vdim)
         dtype = _checks.float_dtype(dtype)
         bias = _checks.flag("bias", bias)
         out_bias = bias if out_bias is None else _checks.flag("out_bias", out_bias)
         if position is not None and not callable(position):
             raise TypeError(f"position is {position!r}; expected a callable")
-        draw = _layer_weights.drawing(init, seed)
+        draw = _weights.drawing(init, seed)
         self.position = position
         self._parameters = Parameters(sizes, dtype, bias=bias, out_bias=out_bias)
         tensors = self._parameters.tensors()
@@ -301,7 +300,7 @@ class MultiHeadAttention:
             A layer that the style has no form for.
         """
         tensors = self._parameters.tensors()
-        named = _layer_weights.written(tensors, self._sizes, style, prefix)
+        named = _weights.written(tensors, self._sizes, style, prefix)
         return {name: x.copy() for name, x in named.items()}
 
     # ---- what it holds ------------------------------------------------------------------------
@@ -474,7 +473,7 @@ class MultiHeadAttention:
         if cache is None:
             if counts is not None:
                 raise ValueError("counts is given without cache; expected kv_lengths instead")
-            inputs = _layer_inputs.of_attention(self._sizes, self.dtype, query, key, value)
+            inputs = _inputs.of_attention(self._sizes, self.dtype, query, key, value)
         else:
             given = {
                 "key": key is not None,
@@ -482,10 +481,10 @@ class MultiHeadAttention:
                 "kv_lengths": kv_lengths is not None,
                 "query_offset": not (isinstance(query_offset, int) and query_offset == 0),
             }
-            inputs = _layer_inputs.of_cached_call(self._sizes, self.dtype, cache, query, given)
-        batch_shape = _layer_inputs.batch_shape(inputs)
+            inputs = _inputs.of_cached_call(self._sizes, self.dtype, cache, query, given)
+        batch_shape = _inputs.batch_shape(inputs)
         n_query, n_key = inputs[QUERY].shape[-2], inputs[KEY].shape[-2]
-        _layer_inputs.check_out(out, (*batch_shape, n_query, self.embed_dim), self.dtype)
+        _inputs.check_out(out, (*batch_shape, n_query, self.embed_dim), self.dtype)
         heads = self._parameters.project(*inputs)
         joined = np.empty((*batch_shape, n_query, self.num_heads, self.value_width), self.dtype)
         options: dict[str, Any] = {
@@ -502,14 +501,14 @@ class MultiHeadAttention:
         }
         if cache is None:
             if self.position is not None:
-                first = _layer_inputs.first_position(query_offset, kv_lengths, n_query, n_key)
-                self._put_in_position(heads, _layer_inputs.positions_from(first, n_query))
+                first = _inputs.first_position(query_offset, kv_lengths, n_query, n_key)
+                self._put_in_position(heads, _inputs.positions_from(first, n_query))
             options |= {"query_offset": query_offset, "kv_lengths": kv_lengths}
             options["is_causal"] = False if is_causal is None else is_causal
             result = attention(heads[QUERY], heads[KEY], heads[VALUE], attn_mask, **options)
         else:
             if self.position is not None:
-                positions = _layer_inputs.positions_from(cache.lengths, n_query)
+                positions = _inputs.positions_from(cache.lengths, n_query)
                 self._put_in_position(heads, positions, positions)
             options |= {"counts": counts, "is_causal": True if is_causal is None else is_causal}
             result = _attend_cached(cache, heads, attn_mask, options)
@@ -555,9 +554,9 @@ class MultiHeadAttention:
             The heads of a token lie side by side.
         """
         (heads,) = self._parameters.project(
-            _layer_inputs.tokens(self._sizes, self.dtype, "query", query, QUERY)
+            _inputs.tokens(self._sizes, self.dtype, "query", query, QUERY)
         )
-        return _layer_inputs.in_position(self.position, heads, positions)
+        return _inputs.in_position(self.position, heads, positions)
 
     def project_key_value(
         self,
@@ -580,9 +579,9 @@ class MultiHeadAttention:
         key : array, (..., num_kv_heads, n_key, head_width)
         value : array, (..., num_kv_heads, n_key, value_width)
         """
-        inputs = _layer_inputs.of_keys(self._sizes, self.dtype, key, value)
+        inputs = _inputs.of_keys(self._sizes, self.dtype, key, value)
         keys, values = self._parameters.project(*inputs, first=KEY)
-        return _layer_inputs.in_position(self.position, keys, positions), values
+        return _inputs.in_position(self.position, keys, positions), values
 
     def project_output(self, heads: ArrayLike, out: Array | None = None) -> Array:
         """Join heads and project them, the last step of the layer.
@@ -598,14 +597,14 @@ class MultiHeadAttention:
         -------
         array, (..., n_query, embed_dim)
         """
-        array = _layer_inputs.of_dtype(self.dtype, "heads", heads)
+        array = _inputs.of_dtype(self.dtype, "heads", heads)
         shape = array.shape
         if array.ndim < 3 or (shape[-3], shape[-1]) != (self.num_heads, self.value_width):
             raise ValueError(
                 f"heads has shape {shape}; expected (..., {self.num_heads}, queries, "
                 f"{self.value_width})"
             )
-        _layer_inputs.check_out(out, (*shape[:-3], shape[-2], self.embed_dim), self.dtype)
+        _inputs.check_out(out, (*shape[:-3], shape[-2], self.embed_dim), self.dtype)
         return self._parameters.output(array.swapaxes(-3, -2), out)
 
     def prune_heads(self, heads: Any) -> Self:
@@ -680,13 +679,13 @@ class MultiHeadAttention:
         dtype: npt.DTypeLike | None,
         position: Position | None,
     ) -> Self:
-        theirs = _layer_weights.read(tensors, style, prefix)
-        sizes = _layer_weights.sizes_of(theirs, num_heads)
+        theirs = _weights.read(tensors, style, prefix)
+        sizes = _weights.sizes_of(theirs, num_heads)
         layer = cls(
             **sizes.arguments(),
             bias=theirs.biases is not None,
             out_bias=theirs.out_bias is not None,
-            dtype=_layer_weights.dtype_of(theirs) if dtype is None else dtype,
+            dtype=_weights.dtype_of(theirs) if dtype is None else dtype,
             init="zeros",
             position=position,
         )
@@ -697,7 +696,7 @@ class MultiHeadAttention:
         self, heads: list[Array], query_positions: Array, key_positions: Array | None = None
     ) -> None:
         for which, positions in ((QUERY, query_positions), (KEY, key_positions)):
-            heads[which] = _layer_inputs.in_position(self.position, heads[which], positions)
+            heads[which] = _inputs.in_position(self.position, heads[which], positions)
 
     def _kv_heads_of(self, kept: Array) -> Array:
         """Key/value heads that the kept query heads read, each equally often."""

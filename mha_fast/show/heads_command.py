@@ -8,9 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from . import heads, minilm
-from ._heads_tables import head_name
-from ._typing import Array
+from .. import heads
+from .._typing import Array
+from ..heads._tables import head_name
+from . import minilm
 
 TEXT = (
     "Kohli, who anchored the innings after Rohit fell early, finally reached his century in the"

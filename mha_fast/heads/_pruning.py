@@ -7,8 +7,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ._heads_tables import grid, head_name
-from ._typing import Array, ArrayLike
+from .._typing import Array, ArrayLike
+from ._tables import grid, head_name
 
 __all__ = [
     "Ablation",

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _checks, _layer_sizes
-from ._layer_sizes import LayerSizes
-from ._typing import Array
+from .. import _checks
+from .._typing import Array
+from ._sizes import LayerSizes, check_sizes
 
 # ---- drawing ----------------------------------------------------------------------------------
 
@@ -145,7 +145,7 @@ def sizes_of(tensors: Tensors, num_heads: Any) -> LayerSizes:
     head_width = _part("W_Q", query, n_head, "num_heads")
     n_kv_head = _part("W_K", key, head_width, "the width of a query head")
     value_width = _part("W_V", value, n_kv_head, "the number of key heads")
-    sizes = _layer_sizes.check(
+    sizes = check_sizes(
         query.shape[1], n_head, n_kv_head, head_width, value_width, key.shape[1], value.shape[1]
     )
     expected = (sizes.embed_dim, sizes.joined_width)

@@ -1,0 +1,1 @@
+"""Bridges to other libraries, one module each, imported only when asked for by name."""

@@ -1,0 +1,5 @@
+"""The layer: attention with its projections, and its weights under the names of others."""
+
+from ._multi_head import MultiHeadAttention
+
+__all__ = ["MultiHeadAttention"]

@@ -1,0 +1,1 @@
+"""What only shows: a real network, pictures, and the command line. Nothing else imports it."""
