@@ -229,7 +229,7 @@ def layer_cost(
 def score_variance(
     head_width: int, *, sigma: float = 1.0, n_sample: int = 100_000, seed: Any = 0
 ) -> float:
-    """Measure the variance of a scaled score, ``q . k / sqrt(head_width)``.
+    """Measure the variance of scaled scores, ``dot(q, k) / sqrt(head_width)``.
 
     Parameters
     ----------
