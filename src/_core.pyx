@@ -5,7 +5,7 @@
       |
       |  nogil, prange over the tasks, cannot fail
       |
-      +- attend_rows()       some sub-tiles of rows of one pair (batch entry, key/value head), or of a few pairs whose
+      +- attend_rows()       some sub-tiles of rows of one batch_head (batch entry, key/value head), or of a few pairs whose
       |    rows share a mask; for each key block that any of the rows may see:
       |        for each sub-tile:  attend_block()
       |            mask -> scores -> adjust -> online softmax -> values
@@ -14,12 +14,11 @@
       +- attend_matrix()     the same on a matrix unit, if there is one and the rows are many: these steps of three
       |    neighbouring blocks run at the same time
       |
-      +- attend_few_rows()   all rows (at most 8) of a pair, 512 keys -> a partial result
-           merge_few_rows()  joins the partial results in index order
+      +- decode_split()   all rows (at most 8) of a batch_head, 512 keys -> a partial result
+           combine_splits()  joins the partial results in index order
 
-    kernels.h        what a tile function does           workspace.pxi   buffers of a thread
-    rows.pxi         where rows lie, what they see       row_tiles.pxi, matrix_tiles.pxi, few_rows.pxi   the paths
-    plan.pxi         tasks and their order               statistics.pxi  measurements instead of values
+    kernels.h              what a tile function does      loop/workspace.pxi   buffers of a thread
+    loop/plan.pxi          tasks and their order          loop/forward.pxi, matrix.pxi, decode.pxi, statistics.pxi   the paths
 
 Two more outputs take the same way.  Weights are written in a second visit of the blocks, once maximum and total are
 known; statistics replace the step "values".
@@ -50,13 +49,13 @@ cdef enum:
 cdef int64_t UNBOUNDED = 1 << 61   # as in mha_fast/_arguments.py
 cdef double LOG2_E = 1.44269504088896340736
 
-include "plan.pxi"
-include "workspace.pxi"
-include "rows.pxi"
-include "matrix_tiles.pxi"
-include "row_tiles.pxi"
-include "few_rows.pxi"
-include "statistics.pxi"
+include "loop/plan.pxi"
+include "loop/workspace.pxi"
+include "loop/operands.pxi"
+include "loop/matrix.pxi"
+include "loop/forward.pxi"
+include "loop/decode.pxi"
+include "loop/statistics.pxi"
 
 
 # ------------------------------------------------------------------------------------------------- the parallel region
@@ -80,24 +79,24 @@ cdef int team_size(const mha_problem *p, const mha_kernels *k, int wanted) noexc
 cdef inline void run_task(workspace *w, const mha_problem *p, const mha_kernels *k, const plan *work,
                           ptrdiff_t i) noexcept nogil:
     cdef const task *t = &work.tasks[i]
-    cdef ptrdiff_t next_pair = -1, n_row = p.group * queries_of(p, t.pair // p.n_kv_head) - t.start
-    if t.kind == FEW_ROWS:
-        attend_few_rows(w, p, k, work, t.pair, t.start)
-        if splits_of(p, t.pair // p.n_kv_head) == 1:
-            merge_few_rows(w, p, k, work, t.pair)
+    cdef ptrdiff_t next_batch_head = -1, n_row = p.group_size * queries_of(p, t.batch_head // p.n_kv_head) - t.start
+    if t.kind == DECODE:
+        decode_split(w, p, k, work, t.batch_head, t.start)
+        if splits_of(p, t.batch_head // p.n_kv_head) == 1:
+            combine_splits(w, p, k, work, t.batch_head)
     elif t.kind == MATRIX:
-        attend_matrix(w, p, k, work, t.pair, t.start, min(n_row, work.n_matrix_sub * MHA_MATRIX_ROWS))
+        attend_matrix(w, p, k, work, t.batch_head, t.start, min(n_row, work.n_matrix_sub * MHA_MATRIX_ROWS))
     else:
-        if work.n_together > 1 and i + 1 < work.n_task and work.tasks[i + 1].pair != t.pair:
-            next_pair = work.tasks[i + 1].pair
-        attend_rows(w, p, k, t.pair, t.n_pair, t.start, min(n_row, work.n_sub * k.tile_rows), next_pair)
+        if work.n_together > 1 and i + 1 < work.n_task and work.tasks[i + 1].batch_head != t.batch_head:
+            next_batch_head = work.tasks[i + 1].batch_head
+        attend_rows(w, p, k, t.batch_head, t.n_task_head, t.start, min(n_row, work.n_sub * k.tile_rows), next_batch_head)
 
 
-cdef inline void join_splits(workspace *w, const mha_problem *p, const mha_kernels *k, const plan *work,
-                             ptrdiff_t pair) noexcept nogil:
-    cdef ptrdiff_t batch = pair // p.n_kv_head
-    if takes_few_rows(p, p.group * queries_of(p, batch)) and splits_of(p, batch) > 1 and queries_of(p, batch) > 0:
-        merge_few_rows(w, p, k, work, pair)
+cdef inline void combine_if_split(workspace *w, const mha_problem *p, const mha_kernels *k, const plan *work,
+                             ptrdiff_t batch_head) noexcept nogil:
+    cdef ptrdiff_t batch = batch_head // p.n_kv_head
+    if takes_decode(p, p.group_size * queries_of(p, batch)) and splits_of(p, batch) > 1 and queries_of(p, batch) > 0:
+        combine_splits(w, p, k, work, batch_head)
 
 
 # The memory of the last call, for the next one.  Fresh pages cost more than what is written into them: at 2048 keys they
@@ -133,12 +132,12 @@ cdef size_t lay_out_call(void *base, workspace **space, plan *work, const mha_pr
     cdef arena a
     cdef workspace scratch
     cdef size_t thread_size = lay_out(&scratch, NULL, p, k, work)
-    cdef ptrdiff_t n_pair = p.n_batch * p.n_kv_head
+    cdef ptrdiff_t n_task_head = p.n_batch * p.n_kv_head
     cdef int i
     a.base, a.used = <size_t>base, 0
     work.tasks = <task *>take(&a, work.n_task * sizeof(task))
-    work.first_part = <ptrdiff_t *>take(&a, n_pair * sizeof(ptrdiff_t))
-    work.parts = <char *>take(&a, work.n_part * work.part_size)
+    work.first_partial = <ptrdiff_t *>take(&a, n_task_head * sizeof(ptrdiff_t))
+    work.partials = <char *>take(&a, work.n_partial * work.partial_size)
     space[0] = <workspace *>take(&a, n_thread * sizeof(workspace))
     for i in range(n_thread if base != NULL else 0):
         lay_out(&space[0][i], <void *>(a.base + a.used + i * thread_size), p, k, work)
@@ -148,27 +147,27 @@ cdef size_t lay_out_call(void *base, workspace **space, plan *work, const mha_pr
 cdef void run_alone(workspace *w, const mha_problem *p, const mha_kernels *k, const plan *work,
                     ptrdiff_t n_range) noexcept nogil:
     """All of the work on the calling thread: a parallel region makes a system call, even for a team of one."""
-    cdef ptrdiff_t i, n_pair = p.n_batch * p.n_kv_head
+    cdef ptrdiff_t i, n_task_head = p.n_batch * p.n_kv_head
     for i in range(work.n_task):
         run_task(w, p, k, work, i)
     if work.has_splits:
-        for i in range(n_pair):
-            join_splits(w, p, k, work, i)
-    for i in range(n_pair * n_range):
+        for i in range(n_task_head):
+            combine_if_split(w, p, k, work, i)
+    for i in range(n_task_head * n_range):
         receive(w, p, k, i // n_range, i % n_range)
 
 
 cdef void run_as_team(workspace *w, const mha_problem *p, const mha_kernels *k, const plan *work,
                       ptrdiff_t n_range, int n_thread) noexcept nogil:
     """The same on several threads, each with a workspace of its own."""
-    cdef ptrdiff_t i, n_pair = p.n_batch * p.n_kv_head
+    cdef ptrdiff_t i, n_task_head = p.n_batch * p.n_kv_head
     for i in prange(work.n_task, schedule="dynamic", chunksize=work.n_together, num_threads=n_thread):
         run_task(&w[threadid()], p, k, work, i)
     if work.has_splits:
-        for i in prange(n_pair, schedule="static", num_threads=n_thread):
-            join_splits(&w[threadid()], p, k, work, i)
+        for i in prange(n_task_head, schedule="static", num_threads=n_thread):
+            combine_if_split(&w[threadid()], p, k, work, i)
     if n_range > 0:
-        for i in prange(n_pair * n_range, schedule="dynamic", chunksize=1, num_threads=n_thread):
+        for i in prange(n_task_head * n_range, schedule="dynamic", chunksize=1, num_threads=n_thread):
             receive(&w[threadid()], p, k, i // n_range, i % n_range)
 
 
@@ -181,14 +180,14 @@ cdef int run(const mha_problem *p, const mha_kernels *k, const mha_matrix *matri
     work.matrix = matrix
     if matrix != NULL:
         work.min_rows = matrix.min_rows if matrix_from < 0 else matrix_from
-        work.min_keys = MHA_MATRIX_GROUP if matrix_from < 0 else 1
+        work.min_keys = MHA_MATRIX_PANEL if matrix_from < 0 else 1
     count_tasks(&work, p, k, n_thread)
     n_thread = <int>max(min(n_thread, work.n_task), 1)
     cdef ptrdiff_t n_range = ceil_divide(p.n_key, RECEIVED_KEYS) if p.received != NULL else 0
     cdef size_t size = lay_out_call(NULL, &space, &work, p, k, n_thread)
     cdef char *memory = take_memory(&size)
     if memory == NULL:
-        raise MemoryError(f"no memory for {work.n_task} tasks, the workspace of {n_thread} threads and {work.n_part} "
+        raise MemoryError(f"no memory for {work.n_task} tasks, the workspace of {n_thread} threads and {work.n_partial} "
                           f"partial results: {size} bytes")
     lay_out_call(memory, &space, &work, p, k, n_thread)
     mha_threads_used(n_thread)
@@ -212,7 +211,7 @@ cdef const mha_matrix *matrix_of(const mha_problem *p, int element, bint high, d
     """The matrix unit, where this call may use it."""
     if (chosen.matrix == NULL or p.mode != MHA_ATTENTION or not 0 < p.head_width <= MAX_MATRIX_WIDTH
             or not 0 < p.value_width <= MAX_MATRIX_WIDTH
-            # Beyond, the last parts of small keys, which the unit takes for 0, would show in the logits.
+            # Beyond, the last partials of small keys, which the unit takes for 0, would show in the logits.
             or fabs(scale) > 1e12):
         return NULL
     return chosen.matrix[element + (4 if high else 0)]
@@ -312,9 +311,9 @@ cdef int set_batch_offsets(ptrdiff_t *offset, const Py_buffer *view, tuple shape
 
 
 cdef int set_statistics(Buffers buffers, what) except -1:
-    """Each query head becomes a pair of its own, so that a lane is a query of one head."""
+    """Each query head becomes a batch_head of its own, so that a lane is a query of one head."""
     cdef mha_problem *p = &buffers.problem
-    p.share, p.group, p.n_kv_head = p.group, 1, p.n_head
+    p.share, p.group_size, p.n_kv_head = p.group_size, 1, p.n_head
     p.offset = <const int64_t *>buffers.numbers(what.offsets)
     p.n_offset = what.offsets.shape[0]
     if what.key_sets is not None:
@@ -347,7 +346,7 @@ def attend(call, out, lse, int n_thread):
     p.n_head, p.n_query, p.head_width = length_of(view, 3), length_of(view, 2), length_of(view, 1)
     view = buffers.operand(MHA_KEY, call.key, batch_shape, 3)
     p.n_kv_head, p.n_key = length_of(view, 3), length_of(view, 2)
-    p.group, p.share = p.n_head // max(p.n_kv_head, 1), 1
+    p.group_size, p.share = p.n_head // max(p.n_kv_head, 1), 1
     if value is not None:
         p.mode = MHA_ATTENTION
         p.value_width = length_of(buffers.operand(MHA_VALUE, value, batch_shape, 3), 1)
@@ -432,7 +431,7 @@ def default_threads():
 
 
 def measure_fma_peak(int n_thread=1, ptrdiff_t n_round=300_000):
-    """GFLOP/s of independent float32 multiply-adds on n_thread threads: what speeds are held against."""
+    """GFLOP/s of independent float32 multiply-adds on n_thread threads: what speeds are mask_cache against."""
     from time import perf_counter
     cdef double operations = 0
     cdef int _

@@ -32,7 +32,7 @@ enum {
     MHA_MAX_ROWS = 64,      /* no table has a sub-tile with more rows than this */
     /* Up to here a key/value head takes the few-rows path.  With 8 rows tiles take 1.4 to 2.8 times as long on AVX-512
      * and 1.1 times on AVX2; at width 64 tiles are ahead from 16 and from 12 rows on (8 heads, 1024 keys, 1 thread). */
-    MHA_MAX_FEW_ROWS = 8,
+    MHA_MAX_DECODE_ROWS = 8,
     MHA_KEY_SPLIT = 512     /* keys per task of the few-rows path; fixed, so that results do not depend on threads */
 };
 
@@ -60,7 +60,7 @@ enum { MHA_ENTROPY, MHA_CONFIDENCE, MHA_DISTANCE, MHA_TOP_KEY, MHA_MAXIMUM, MHA_
 enum { MHA_QUERY, MHA_KEY, MHA_VALUE, MHA_OUT, MHA_MASK, MHA_LSE, MHA_N_OPERAND };
 
 typedef struct {
-    ptrdiff_t n_batch, n_head, n_kv_head, group, n_query, n_key, head_width, value_width;
+    ptrdiff_t n_batch, n_head, n_kv_head, group_size, n_query, n_key, head_width, value_width;
 
     mha_operand operand[MHA_N_OPERAND]; /* data NULL: absent */
     const ptrdiff_t *batch_offset[MHA_N_OPERAND]; /* byte offset of each batch entry */
@@ -132,11 +132,11 @@ typedef struct {
 } mha_finish;
 
 /* Rows that will be wanted soon, which a tile function prefetches while it computes, and others to go with them. */
-typedef struct mha_ahead {
+typedef struct mha_prefetch {
     const char *data;
     ptrdiff_t stride, n_row, width;
-    const struct mha_ahead *then;     /* or NULL */
-} mha_ahead;
+    const struct mha_prefetch *then;     /* or NULL */
+} mha_prefetch;
 
 /* The tile functions of one instruction set and element type.  Elements lie in memory as S; packed buffers and all
  * arithmetic are of type T: float for the 16-bit types, otherwise S itself.  Strides are in bytes unless they count
@@ -155,17 +155,17 @@ typedef struct {
     void (*pack_query)(void *query, const char *const *row, ptrdiff_t n_row, ptrdiff_t width, double scale);
     /* Sum and total to 0, maximum to -inf, for n_row rows. */
     void (*begin)(void *sum, void *maximum, void *total, ptrdiff_t n_row, ptrdiff_t width);
-    /* score = K Q^T for n_key keys; peak[row] = maximum over them. */
-    void (*scores)(void *score, void *peak, const void *query, ptrdiff_t n_row, const char *key,
-                   ptrdiff_t key_stride, ptrdiff_t n_key, ptrdiff_t width, const mha_ahead *ahead);
-    void (*adjust)(void *score, void *peak, ptrdiff_t n_row, ptrdiff_t n_key, const mha_adjust *how);
+    /* score = K Q^T for n_key keys; block_maximum[row] = maximum over them. */
+    void (*scores)(void *score, void *block_maximum, const void *query, ptrdiff_t n_row, const char *key,
+                   ptrdiff_t key_stride, ptrdiff_t n_key, ptrdiff_t width, const mha_prefetch *ahead);
+    void (*adjust)(void *score, void *block_maximum, ptrdiff_t n_row, ptrdiff_t n_key, const mha_adjust *how);
     /* One step of the online softmax: score becomes weights, maximum and total move on, rescale is what the sums of
      * earlier blocks must be multiplied by. */
-    void (*softmax)(void *score, const void *peak, void *maximum, void *total, void *rescale, ptrdiff_t n_row,
+    void (*softmax)(void *score, const void *block_maximum, void *maximum, void *total, void *rescale, ptrdiff_t n_row,
                     ptrdiff_t n_key, double exp_scale);
     /* sum = sum * rescale + V^T weights. */
     void (*values)(void *sum, const void *rescale, const void *weight, ptrdiff_t n_row, const char *value,
-                   ptrdiff_t value_stride, ptrdiff_t n_key, ptrdiff_t width, const mha_ahead *ahead);
+                   ptrdiff_t value_stride, ptrdiff_t n_key, ptrdiff_t width, const mha_prefetch *ahead);
     /* The same where excluded keys hold Inf or NaN values: visible is -inf for (key, row) pairs to leave out. */
     void (*values_guarded)(void *sum, const void *rescale, const void *weight, const void *visible,
                            ptrdiff_t n_row, const char *value, ptrdiff_t value_stride, ptrdiff_t n_key,
@@ -179,7 +179,7 @@ typedef struct {
     void (*finish_factors)(void *factor, const void *maximum, const void *total, ptrdiff_t n_row,
                            const mha_finish *how);
     /* Statistics of a block of scores; the scores become weights relative to the new maximum. */
-    void (*measure)(mha_moments *so_far, void *score, const void *peak, ptrdiff_t n_row,
+    void (*measure)(mha_moments *so_far, void *score, const void *block_maximum, ptrdiff_t n_row,
                     const mha_measured_block *block);
     /* A row of measurements; see mha_mode.  offset_score: the row's scores at the offsets, -inf where excluded. */
     void (*finish_measure)(double *out, const mha_moments *sums, ptrdiff_t row, double exp_scale,
@@ -194,23 +194,23 @@ typedef struct {
                      ptrdiff_t n_key, mha_mask_type type);
 
     /* ---- few rows; key and value rows are read as S ---- query, sum: [row][width padded]; score: [row][MHA_KEY_SPLIT] */
-    void (*few_pack)(void *query, const char *const *row, ptrdiff_t n_row, ptrdiff_t width, double scale);
-    void (*few_scores)(void *score, const void *query, ptrdiff_t n_row, const char *key, ptrdiff_t key_stride,
+    void (*decode_pack_query)(void *query, const char *const *row, ptrdiff_t n_row, ptrdiff_t width, double scale);
+    void (*decode_scores)(void *score, const void *query, ptrdiff_t n_row, const char *key, ptrdiff_t key_stride,
                        ptrdiff_t n_key, ptrdiff_t width);
     /* One row of scores; slope, distance, first, last, bias of `how` are those of this row. */
-    void (*few_adjust)(void *score, ptrdiff_t n_key, const mha_adjust *how);
-    void (*few_softmax)(void *score, void *maximum, void *total, ptrdiff_t n_row, ptrdiff_t n_key,
+    void (*decode_adjust)(void *score, ptrdiff_t n_key, const mha_adjust *how);
+    void (*decode_softmax)(void *score, void *maximum, void *total, ptrdiff_t n_row, ptrdiff_t n_key,
                         double exp_scale);
-    void (*few_values)(void *sum, const void *weight, ptrdiff_t n_row, const char *value, ptrdiff_t value_stride,
+    void (*decode_values)(void *sum, const void *weight, ptrdiff_t n_row, const char *value, ptrdiff_t value_stride,
                        ptrdiff_t n_key, ptrdiff_t width);
-    void (*few_values_guarded)(void *sum, const void *weight, const void *visible, ptrdiff_t n_row,
+    void (*decode_values_guarded)(void *sum, const void *weight, const void *visible, ptrdiff_t n_row,
                                const char *value, ptrdiff_t value_stride, ptrdiff_t n_key, ptrdiff_t width);
-    /* Joins the partial results of one row in index order.  sum, maximum and total of part i lie at
-     * i * part_stride bytes from the given ones. */
-    void (*few_merge)(char *out, const void *sum, const void *maximum, const void *total, ptrdiff_t part_stride,
-                      ptrdiff_t n_part, ptrdiff_t width, double exp_scale, void *work, const mha_finish *how);
+    /* Joins the partial results of one row in index order.  sum, maximum and total of partial result i lie at
+     * i * partial_stride bytes from the given ones. */
+    void (*decode_combine)(char *out, const void *sum, const void *maximum, const void *total, ptrdiff_t partial_stride,
+                      ptrdiff_t n_partial, ptrdiff_t width, double exp_scale, void *work, const mha_finish *how);
 
-    int (*few_finite)(const char *value, ptrdiff_t value_stride, ptrdiff_t n_key, ptrdiff_t width);
+    int (*decode_finite)(const char *value, ptrdiff_t value_stride, ptrdiff_t n_key, ptrdiff_t width);
 
     /* ---- both ---- */
     /* One mask row as numbers; returns what it holds. */
@@ -219,14 +219,14 @@ typedef struct {
 
 /* ---- tiles of rows on a matrix unit ----
  *
- * Products of bfloat16 parts of numbers.  The unit works beside the vector units, so one function advances a pipeline:
+ * Products of bfloat16 terms of numbers.  The unit works beside the vector units, so one function advances a pipeline:
  * it multiplies for two blocks of scores and does the softmax of a third. */
 
 enum {
     MHA_MATRIX_ROWS = 32,        /* rows of a sub-tile */
-    MHA_MATRIX_GROUP = 32,       /* keys are packed, and multiplied, in groups of this many */
+    MHA_MATRIX_PANEL = 32,       /* keys are packed, and multiplied, in panels of this many */
     MHA_MATRIX_CHUNK = 32,       /* features likewise */
-    MHA_MATRIX_MOST_GROUPS = 16, /* in a block */
+    MHA_MATRIX_MAX_PANELS = 16, /* in a block */
     MHA_MATRIX_PIECE = 256,      /* keys of a stage with float32 scores, at most */
     /* Groups of float32 scores that wait to be shortened: one in the unit, one being stored, one being shortened. */
     MHA_MATRIX_PASSING = 3
@@ -234,29 +234,29 @@ enum {
 
 /* What packing reports. */
 typedef struct {
-    int left_out;                     /* something that the unit cannot take: Inf, NaN, or too large a number */
+    int has_outliers;                     /* something that the unit cannot take: Inf, NaN, or too large a number */
     /* Largest square of a row's norm in each group of keys, or of the queries: for short_scores. */
-    float square_norm[MHA_MATRIX_MOST_GROUPS];
+    float square_norm[MHA_MATRIX_MAX_PANELS];
 } mha_packed;
 
 /* One sub-tile against one key block: score, weight and sum are [key or feature][MHA_MATRIX_ROWS]. */
 typedef struct {
     const char *query, *key, *value;  /* packed; key and value from the first group on */
-    ptrdiff_t n_row, n_group;
+    ptrdiff_t n_row, n_panel;
     int adjusted;                     /* the loop adjusts the scores, and finds their maximum */
     int short_scores;                 /* they are not adjusted and so small that 16 bits hold them */
     float *score;
     char *weight;
     float *sum, *maximum, *total;     /* of the sub-tile so far */
-    float peak[MHA_MATRIX_ROWS], rescale[MHA_MATRIX_ROWS];
-} mha_stage;
+    float block_maximum[MHA_MATRIX_ROWS], rescale[MHA_MATRIX_ROWS];
+} mha_matrix_item;
 
-/* Neighbouring stages; NULL where there is none. */
+/* The items in the pipeline; NULL where there is none. */
 typedef struct {
-    mha_stage *next;                  /* its scores are computed in this step */
-    mha_stage *now;                   /* its weights */
-    mha_stage *before;                /* its product of weights and values */
-    mha_stage *last;                  /* this product is added to its sum */
+    mha_matrix_item *in_scores;  /* its scores are computed in this step */
+    mha_matrix_item *in_softmax; /* its weights */
+    mha_matrix_item *in_values;  /* its product of weights and values */
+    mha_matrix_item *in_sum;     /* this product is added to its sum */
     float *product;
     float *pending;                   /* where what the unit still holds belongs; `unused` at the beginning */
     float *unused;                    /* room for a group of scores that nobody reads */
@@ -266,7 +266,7 @@ typedef struct {
 } mha_pipeline;
 
 typedef struct {
-    ptrdiff_t n_part;                 /* parts of a number; packed it takes 2 * n_part bytes */
+    ptrdiff_t n_term;                 /* terms of a number; packed it takes 2 * n_term bytes */
     ptrdiff_t block_keys;             /* keys per block, and so of a stage with short scores at most */
     double most_short;                /* scores times exp_scale below this may be short; 0: none */
     ptrdiff_t min_rows;               /* with fewer rows per key/value head the tiles of mha_kernels are faster */
@@ -281,11 +281,11 @@ typedef struct {
     void (*repair_scores)(float *score, const char *const *query, ptrdiff_t n_row, double scale, const char *key,
                           ptrdiff_t stride, ptrdiff_t n_key, ptrdiff_t width);
     /* Adds the elements of values that were left out; visible as in values_guarded. */
-    void (*add_left_out)(float *sum, const void *weight, const float *visible, const char *value, ptrdiff_t stride,
+    void (*add_outliers)(float *sum, const void *weight, const float *visible, const char *value, ptrdiff_t stride,
                          ptrdiff_t n_key, ptrdiff_t width);
     /* As in mha_kernels, for MHA_MATRIX_ROWS rows. */
     void (*begin)(void *sum, void *maximum, void *total, ptrdiff_t n_row, ptrdiff_t width);
-    void (*adjust)(void *score, void *peak, ptrdiff_t n_row, ptrdiff_t n_key, const mha_adjust *how);
+    void (*adjust)(void *score, void *block_maximum, ptrdiff_t n_row, ptrdiff_t n_key, const mha_adjust *how);
     int (*mask_tile)(void *bias, void *work, const char *const *row, ptrdiff_t n_row, ptrdiff_t key_stride,
                      ptrdiff_t n_key, mha_mask_type type);
     void (*finish)(char *const *out, void *sum, const void *maximum, const void *total, ptrdiff_t n_row,

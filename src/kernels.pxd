@@ -5,7 +5,7 @@ cdef extern from "kernels.h" nogil:
     enum:
         MHA_KEY_BLOCK
         MHA_MAX_ROWS
-        MHA_MAX_FEW_ROWS
+        MHA_MAX_DECODE_ROWS
         MHA_KEY_SPLIT
         MHA_MASK_VISIBLE
         MHA_MASK_EXCLUDED
@@ -38,7 +38,7 @@ cdef extern from "kernels.h" nogil:
         ptrdiff_t row_stride
 
     ctypedef struct mha_problem:
-        ptrdiff_t n_batch, n_head, n_kv_head, group, n_query, n_key, head_width, value_width
+        ptrdiff_t n_batch, n_head, n_kv_head, group_size, n_query, n_key, head_width, value_width
         mha_operand operand[6]
         const ptrdiff_t *batch_offset[6]
         ptrdiff_t mask_key_stride
@@ -97,10 +97,10 @@ cdef extern from "kernels.h" nogil:
         const double *gate
         char **lse
 
-    ctypedef struct mha_ahead:
+    ctypedef struct mha_prefetch:
         const char *data
         ptrdiff_t stride, n_row, width
-        const mha_ahead *then
+        const mha_prefetch *then
 
     ctypedef struct mha_kernels:
         ptrdiff_t stored_size, item_size, tile_rows, lanes
@@ -108,11 +108,11 @@ cdef extern from "kernels.h" nogil:
         void (*pack_query)(void *, const char *const *, ptrdiff_t, ptrdiff_t, double) noexcept nogil
         void (*begin)(void *, void *, void *, ptrdiff_t, ptrdiff_t) noexcept nogil
         void (*scores)(void *, void *, const void *, ptrdiff_t, const char *, ptrdiff_t, ptrdiff_t, ptrdiff_t,
-                       const mha_ahead *) noexcept nogil
+                       const mha_prefetch *) noexcept nogil
         void (*adjust)(void *, void *, ptrdiff_t, ptrdiff_t, const mha_adjust *) noexcept nogil
         void (*softmax)(void *, const void *, void *, void *, void *, ptrdiff_t, ptrdiff_t, double) noexcept nogil
         void (*values)(void *, const void *, const void *, ptrdiff_t, const char *, ptrdiff_t, ptrdiff_t, ptrdiff_t,
-                       const mha_ahead *) noexcept nogil
+                       const mha_prefetch *) noexcept nogil
         void (*values_guarded)(void *, const void *, const void *, const void *, ptrdiff_t, const char *, ptrdiff_t,
                                ptrdiff_t, ptrdiff_t) noexcept nogil
         void (*finish)(char *const *, void *, const void *, const void *, ptrdiff_t, ptrdiff_t,
@@ -128,49 +128,49 @@ cdef extern from "kernels.h" nogil:
         int (*tile_finite)(const char *, ptrdiff_t, ptrdiff_t, ptrdiff_t) noexcept nogil
         int (*mask_tile)(void *, void *, const char *const *, ptrdiff_t, ptrdiff_t, ptrdiff_t,
                          mha_mask_type) noexcept nogil
-        void (*few_pack)(void *, const char *const *, ptrdiff_t, ptrdiff_t, double) noexcept nogil
-        void (*few_scores)(void *, const void *, ptrdiff_t, const char *, ptrdiff_t, ptrdiff_t,
+        void (*decode_pack_query)(void *, const char *const *, ptrdiff_t, ptrdiff_t, double) noexcept nogil
+        void (*decode_scores)(void *, const void *, ptrdiff_t, const char *, ptrdiff_t, ptrdiff_t,
                            ptrdiff_t) noexcept nogil
-        void (*few_adjust)(void *, ptrdiff_t, const mha_adjust *) noexcept nogil
-        void (*few_softmax)(void *, void *, void *, ptrdiff_t, ptrdiff_t, double) noexcept nogil
-        void (*few_values)(void *, const void *, ptrdiff_t, const char *, ptrdiff_t, ptrdiff_t,
+        void (*decode_adjust)(void *, ptrdiff_t, const mha_adjust *) noexcept nogil
+        void (*decode_softmax)(void *, void *, void *, ptrdiff_t, ptrdiff_t, double) noexcept nogil
+        void (*decode_values)(void *, const void *, ptrdiff_t, const char *, ptrdiff_t, ptrdiff_t,
                            ptrdiff_t) noexcept nogil
-        void (*few_values_guarded)(void *, const void *, const void *, ptrdiff_t, const char *, ptrdiff_t, ptrdiff_t,
+        void (*decode_values_guarded)(void *, const void *, const void *, ptrdiff_t, const char *, ptrdiff_t, ptrdiff_t,
                                    ptrdiff_t) noexcept nogil
-        void (*few_merge)(char *, const void *, const void *, const void *, ptrdiff_t, ptrdiff_t, ptrdiff_t, double,
+        void (*decode_combine)(char *, const void *, const void *, const void *, ptrdiff_t, ptrdiff_t, ptrdiff_t, double,
                           void *, const mha_finish *) noexcept nogil
-        int (*few_finite)(const char *, ptrdiff_t, ptrdiff_t, ptrdiff_t) noexcept nogil
+        int (*decode_finite)(const char *, ptrdiff_t, ptrdiff_t, ptrdiff_t) noexcept nogil
         int (*mask_row)(void *, const char *, ptrdiff_t, ptrdiff_t, mha_mask_type) noexcept nogil
 
     enum:
         MHA_MATRIX_ROWS
-        MHA_MATRIX_GROUP
+        MHA_MATRIX_PANEL
         MHA_MATRIX_PIECE
         MHA_MATRIX_PASSING
         MHA_MATRIX_CHUNK
 
     ctypedef struct mha_packed:
-        bint left_out
+        bint has_outliers
         float square_norm[16]
 
-    ctypedef struct mha_stage:
+    ctypedef struct mha_matrix_item:
         const char *query
         const char *key
         const char *value
-        ptrdiff_t n_row, n_group
+        ptrdiff_t n_row, n_panel
         bint adjusted, short_scores
         float *score
         char *weight
         float *sum
         float *maximum
         float *total
-        float peak[32]
+        float block_maximum[32]
 
     ctypedef struct mha_pipeline:
-        mha_stage *next
-        mha_stage *now
-        mha_stage *before
-        mha_stage *last
+        mha_matrix_item *in_scores
+        mha_matrix_item *in_softmax
+        mha_matrix_item *in_values
+        mha_matrix_item *in_sum
         float *product
         float *pending
         float *unused
@@ -179,7 +179,7 @@ cdef extern from "kernels.h" nogil:
         double exp_scale
 
     ctypedef struct mha_matrix:
-        ptrdiff_t n_part, block_keys
+        ptrdiff_t n_term, block_keys
         double most_short
         ptrdiff_t min_rows
         void (*acquire)() noexcept nogil
@@ -190,7 +190,7 @@ cdef extern from "kernels.h" nogil:
         void (*step)(mha_pipeline *) noexcept nogil
         void (*repair_scores)(float *, const char *const *, ptrdiff_t, double, const char *, ptrdiff_t, ptrdiff_t,
                               ptrdiff_t) noexcept nogil
-        void (*add_left_out)(float *, const void *, const float *, const char *, ptrdiff_t, ptrdiff_t,
+        void (*add_outliers)(float *, const void *, const float *, const char *, ptrdiff_t, ptrdiff_t,
                              ptrdiff_t) noexcept nogil
         void (*begin)(void *, void *, void *, ptrdiff_t, ptrdiff_t) noexcept nogil
         void (*adjust)(void *, void *, ptrdiff_t, ptrdiff_t, const mha_adjust *) noexcept nogil

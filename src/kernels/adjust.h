@@ -10,7 +10,7 @@ namespace MHA_ISA_NAMESPACE {
 
 template <class T> constexpr T infinity = T(__builtin_inf());
 template <class T> constexpr T largest_finite = sizeof(T) == 4 ? T(__FLT_MAX__) : T(__DBL_MAX__);
-// Added to a finite score, a number up to this size leaves it finite: it is less than half the last place of the largest.
+// Added to a finite score, a number up to this size leaves it finite: it is less than half a unit in the last place of the largest.
 template <class T> constexpr T harmless_bias = T(sizeof(T) == 4 ? 0x1p100 : 0x1p960);
 
 template <class T> MHA_INLINE vec<T> soft_capped(vec<T> score, T softcap) {
@@ -37,37 +37,37 @@ template <class T> MHA_INLINE vec<T> in_range(vec<T> score, vec<T> key, vec<T> f
 // Replaces every score by change(score, key, row of the first lane), and takes the maximum over the keys anew.
 // Lanes are rows; scores are [key][ROWS].
 template <class T, int ROWS, class Change>
-MHA_INLINE void change_scores(T *score, T *peak, ptrdiff_t n_row, ptrdiff_t n_key, Change change) {
+MHA_INLINE void change_scores(T *score, T *block_maximum, ptrdiff_t n_row, ptrdiff_t n_key, Change change) {
     with_vectors<T>(n_row, [&](auto vectors) __attribute__((always_inline)) {
         constexpr int n_vector = decltype(vectors)::value;
         vec<T> highest[n_vector];
         MHA_UNROLL for (int x = 0; x < n_vector; x++) highest[x] = splat(-infinity<T>);
         for (ptrdiff_t key = 0; key < n_key; key++) {
             MHA_UNROLL for (int x = 0; x < n_vector; x++) {
-                T *place = score + key * ROWS + x * lanes<T>;
-                const vec<T> s = change(load(place), key, x * lanes<T>);
-                store(place, s);
+                T *at = score + key * ROWS + x * lanes<T>;
+                const vec<T> s = change(load(at), key, x * lanes<T>);
+                store(at, s);
                 highest[x] = larger<T>(highest[x], s);
             }
         }
-        MHA_UNROLL for (int x = 0; x < n_vector; x++) store(peak + x * lanes<T>, highest[x]);
+        MHA_UNROLL for (int x = 0; x < n_vector; x++) store(block_maximum + x * lanes<T>, highest[x]);
     });
 }
 
 template <class T, int ROWS>
-void adjust(void *score_, void *peak_, ptrdiff_t n_row, ptrdiff_t n_key, const mha_adjust *how) {
-    T *score = (T *)score_, *peak = (T *)peak_;
+void adjust(void *score_, void *block_maximum_, ptrdiff_t n_row, ptrdiff_t n_key, const mha_adjust *how) {
+    T *score = (T *)score_, *block_maximum = (T *)block_maximum_;
     const T *slope = (const T *)how->slope, *distance = (const T *)how->distance, *bias = (const T *)how->bias;
     const T *first = (const T *)how->first, *last = (const T *)how->last;
     const T scale = T(how->score_scale), softcap = T(how->softcap);
     const bool shaped = softcap != 0 || slope, per_row = how->bias_row_stride;
     if (bias && per_row && how->bias_harmless && !shaped && !first) {
-        change_scores<T, ROWS>(score, peak, n_row, n_key, [=](vec<T> s, ptrdiff_t key, int row) __attribute__((always_inline)) {
+        change_scores<T, ROWS>(score, block_maximum, n_row, n_key, [=](vec<T> s, ptrdiff_t key, int row) __attribute__((always_inline)) {
             return biased_harmlessly<T>(s, scale, load(bias + key * ROWS + row));
         });
         return;
     }
-    change_scores<T, ROWS>(score, peak, n_row, n_key, [=](vec<T> s, ptrdiff_t key, int row) __attribute__((always_inline)) {
+    change_scores<T, ROWS>(score, block_maximum, n_row, n_key, [=](vec<T> s, ptrdiff_t key, int row) __attribute__((always_inline)) {
         if (shaped || !bias) s = s * scale;
         if (softcap != 0) s = soft_capped<T>(s, softcap);
         if (slope) s -= load(slope + row) * magnitude<T>(load(distance + row) - T(key));
@@ -78,7 +78,7 @@ void adjust(void *score_, void *peak_, ptrdiff_t n_row, ptrdiff_t n_key, const m
 }
 
 // One row, lanes are keys.  The lanes past n_key become -inf.
-template <class T> void few_adjust(void *score_, ptrdiff_t n_key, const mha_adjust *how) {
+template <class T> void decode_adjust(void *score_, ptrdiff_t n_key, const mha_adjust *how) {
     T *score = (T *)score_;
     const T *bias = (const T *)how->bias;
     const T scale = T(how->score_scale), softcap = T(how->softcap);

@@ -1,20 +1,20 @@
 // The instruction set "amx": the tables of AVX-512, and beside them the matrix unit.
 #define MHA_ISA_NAMESPACE mha_amx
-#include "left_out.h"
+#include "outliers.h"
 #include "mask.h"
 #include "matrix_tile.h"
-#include "peak.h"
+#include "throughput.h"
 #include "row_tile.h"
 
 namespace {
 namespace MHA_ISA_NAMESPACE {
 
-// S lies in memory; a number times a number takes N_PRODUCT products of parts.
+// S lies in memory; a number times a number takes N_PRODUCT products of terms.
 template <class S, int N_PRODUCT> constexpr mha_matrix matrix(ptrdiff_t min_rows) {
-    constexpr int n_part = products<N_PRODUCT>::n_part;
-    static_assert(products<N_PRODUCT>::block_keys <= MHA_MATRIX_MOST_GROUPS * MHA_MATRIX_GROUP, "norms per group");
+    constexpr int n_term = products<N_PRODUCT>::n_term;
+    static_assert(products<N_PRODUCT>::block_keys <= MHA_MATRIX_MAX_PANELS * MHA_MATRIX_PANEL, "a norm per panel");
     return {
-        n_part,
+        n_term,
         products<N_PRODUCT>::block_keys,
         N_PRODUCT == 1 ? most_exponent : 0,
         min_rows,
@@ -25,7 +25,7 @@ template <class S, int N_PRODUCT> constexpr mha_matrix matrix(ptrdiff_t min_rows
         pack_values<S, N_PRODUCT>,
         step<N_PRODUCT>,
         repair_scores<S>,
-        add_left_out<S, n_part>,
+        add_outliers<S, n_term>,
         begin<float, MHA_MATRIX_ROWS>,
         adjust<float, MHA_MATRIX_ROWS>,
         mask_tile<float, MHA_MATRIX_ROWS>,
@@ -33,7 +33,7 @@ template <class S, int N_PRODUCT> constexpr mha_matrix matrix(ptrdiff_t min_rows
     };
 }
 
-// float16 would do with fewer products: two of its three parts hold all of it.  But two parts of the weights would leave
+// float16 would do with fewer products: two of its three terms hold all of it.  But two terms of the weights would leave
 // 2**-16 of each, which is more than one rounding at the end.
 constexpr mha_matrix float32_highest = matrix<float, 6>(256), float32_high = matrix<float, 3>(128),
                      float16_any = matrix<float16, 6>(256), bfloat16_any = matrix<bfloat16, 1>(64);

@@ -47,7 +47,7 @@ template <class T> MHA_INLINE exp2_parts<T> split_exp2(vec<T> x) {
     typedef exp2_constants<T> constant;
     x = larger<T>(splat(constant::lowest), x);
     vec<T> shifted = x + constant::round;
-    // The low bits of `shifted` are the biased exponent: moved to their place they are the float 2**n.
+    // The low bits of `shifted` are the biased exponent: moved to its place they are the float 2**n.
     vec<T> scale = (vec<T>)((ivec<T>)shifted << constant::mantissa);
     return {scale, polynomial<T>(x - (shifted - constant::round), constant::nearest)};
 }

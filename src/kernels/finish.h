@@ -19,11 +19,11 @@ inline T finish_row(double maximum, double total, ptrdiff_t row, const mha_finis
     const bool no_key = total == 0;
     double logit = maximum * how->lse_scale, weight = 1;
     if (how->sink) {
-        double sink = how->sink[row], peak = logit > sink ? logit : sink;  // NaN in a sink stays
-        if (peak > minus_infinity || peak != peak) {
-            weight = __builtin_exp(logit - peak);
-            total = total * weight + __builtin_exp(sink - peak);
-            logit = peak;
+        double sink = how->sink[row], highest = logit > sink ? logit : sink;  // NaN in a sink stays
+        if (highest > minus_infinity || highest != highest) {
+            weight = __builtin_exp(logit - highest);
+            total = total * weight + __builtin_exp(sink - highest);
+            logit = highest;
         }
     }
     if (how->lse) {

@@ -80,11 +80,11 @@ struct float64_element {
 };
 
 // lanes<T> elements of a row, key_stride apart; where only n are left, the last one stands in for the others.
-template <class T, class Element> MHA_INLINE vec<T> mask_numbers(const char *place, ptrdiff_t key_stride, ptrdiff_t n) {
-    if (key_stride == Element::size && n >= lanes<T>) return Element::template numbers<T>(place);
+template <class T, class Element> MHA_INLINE vec<T> mask_numbers(const char *at, ptrdiff_t key_stride, ptrdiff_t n) {
+    if (key_stride == Element::size && n >= lanes<T>) return Element::template numbers<T>(at);
     char packed[lanes<T> * Element::size];
     for (int i = 0; i < lanes<T>; i++)
-        memcpy(packed + i * Element::size, place + (i < n ? i : n - 1) * key_stride, Element::size);
+        memcpy(packed + i * Element::size, at + (i < n ? i : n - 1) * key_stride, Element::size);
     return Element::template numbers<T>(packed);
 }
 

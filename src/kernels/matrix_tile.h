@@ -2,15 +2,15 @@
 //
 //   step:     matrix unit                          vector units
 //   ------------------------------------------------------------------------------------------------
-//   first     scores of `next`  = K Q^T            weights of `now`, first half; sum of `last` += its product
-//   then      product of `before` = V^T weights    weights of `now`, second half; maximum of `next`
+//   first     scores of `in_scores`  = K Q^T          weights of `in_softmax`, first half; sum of `in_sum` += its product
+//   then      product of `in_values` = V^T weights    weights of `in_softmax`, second half; maximum of `in_scores`
 //
 // The unit runs beside the vector units only if their instructions are mixed finely, so each product of tiles is
 // followed by a few vectors' worth of the other work.
 #pragma once
 
 #include "adjust.h"
-#include "parts.h"
+#include "terms.h"
 #include "short_scores.h"
 
 namespace {
@@ -41,14 +41,14 @@ MHA_INLINE void tile_product(float *pending, const Other &other) {
 template <int N_PRODUCT, int I, bool FRESH, class Other>
 MHA_INLINE void products_from(const uint16_t *a, const uint16_t *b, float *pending, const Other &other) {
     if constexpr (I < N_PRODUCT) {
-        constexpr part_pair part = products<N_PRODUCT>::at[I], previous = products<N_PRODUCT>::at[I ? I - 1 : 0];
-        if constexpr (I == 0 || part.a != previous.a) {
-            load_tile<4>(a + part.a * pair_numbers, 64);
-            load_tile<5>(a + part.a * pair_numbers + tile_numbers, 64);
+        constexpr term_product term = products<N_PRODUCT>::at[I], previous = products<N_PRODUCT>::at[I ? I - 1 : 0];
+        if constexpr (I == 0 || term.a != previous.a) {
+            load_tile<4>(a + term.a * term_numbers, 64);
+            load_tile<5>(a + term.a * term_numbers + tile_numbers, 64);
         }
-        if constexpr (I == 0 || part.b != previous.b) {
-            load_tile<6>(b + part.b * pair_numbers, 64);
-            load_tile<7>(b + part.b * pair_numbers + tile_numbers, 64);
+        if constexpr (I == 0 || term.b != previous.b) {
+            load_tile<6>(b + term.b * term_numbers, 64);
+            load_tile<7>(b + term.b * term_numbers + tile_numbers, 64);
         }
         constexpr bool fresh = FRESH && I == 0;
         tile_product<4 * I, 0, fresh>(pending, other);
@@ -66,65 +66,65 @@ MHA_INLINE void add_products(const uint16_t *a, const uint16_t *b, bool fresh, f
     else products_from<N_PRODUCT, 0, false>(a, b, pending, other);
 }
 
-// Weights of a block, 2**((score - base) * scale) in parts, in units of two keys x 16 rows.  Unit u is pair u / 2 of
-// keys, half u % 2 of the rows; the 32 units of a group of keys follow each other.
+// Weights of a block, 2**((score - base) * scale) as terms, in units of two keys x 16 rows.  Unit u is pair u / 2 of
+// keys, half u % 2 of the rows; the 32 units of a panel of keys follow each other.
 template <int N_PRODUCT> struct weighing {
-    static constexpr int n_part = products<N_PRODUCT>::n_part;
+    static constexpr int n_term = products<N_PRODUCT>::n_term;
     const float *score;
     uint16_t *weight;
     vec<float> base[2], scale, total[2];
     ptrdiff_t n_unit, done;
 
-    MHA_INLINE void begin(mha_stage *stage, float exp_scale) {
+    MHA_INLINE void begin(mha_matrix_item *item, float exp_scale) {
         done = n_unit = 0;
-        if (!stage) return;
-        score = stage->score;
-        weight = (uint16_t *)stage->weight;
+        if (!item) return;
+        score = item->score;
+        weight = (uint16_t *)item->weight;
         scale = splat(exp_scale);
-        n_unit = stage->n_group * group_rows;
+        n_unit = item->n_panel * panel_keys;
         MHA_UNROLL for (int half = 0; half < 2; half++) {
-            float *maximum = stage->maximum + half * tile_edge;
-            const vec<float> old = load(maximum), now = larger<float>(load(stage->peak + half * tile_edge), old);
+            float *maximum = item->maximum + half * tile_edge;
+            const vec<float> old = load(maximum), now = larger<float>(load(item->block_maximum + half * tile_edge), old);
             store(maximum, now);
             // as in the row tiles: no -inf - -inf
             base[half] = now == -infinity<float> ? vec<float>{} : now;
-            store(stage->rescale + half * tile_edge, exp2_nonpositive<float>((old - base[half]) * scale));
+            store(item->rescale + half * tile_edge, exp2_nonpositive<float>((old - base[half]) * scale));
             total[half] = vec<float>{};
         }
     }
-    // Unit U of those that begin with `done`, a multiple of their number, so that they are of one group.
+    // Unit U of those that begin with `done`, a multiple of their number, so that they are of one panel.
     template <int U> MHA_INLINE void unit() {
         constexpr int half = U % 2;
-        const ptrdiff_t group = done / group_rows, pair = done % group_rows / 2 + U / 2;
-        const float *s = score + (group * group_rows + pair) * matrix_rows + half * tile_edge;
-        uint16_t *w = weight + group * (n_part * pair_numbers) + half * tile_numbers + pair * tile_depth;
+        const ptrdiff_t panel = done / panel_keys, pair = done % panel_keys / 2 + U / 2;
+        const float *s = score + (panel * panel_keys + pair) * matrix_rows + half * tile_edge;
+        uint16_t *w = weight + panel * (n_term * term_numbers) + half * tile_numbers + pair * tile_depth;
         vec<float> first = exp2_nonpositive<float>((load(s) - base[half]) * scale);
         vec<float> second = exp2_nonpositive<float>((load(s + tile_edge * matrix_rows) - base[half]) * scale);
-        if constexpr (n_part > 1) total[half] += first + second;
-        MHA_UNROLL for (int p = 0; p < n_part; p++) {
-            // Three parts by cutting off are exact; the last of fewer is rounded.
-            if (p == n_part - 1 && n_part < 3) {
-                first = plus_half_place(first);
-                second = plus_half_place(second);
+        if constexpr (n_term > 1) total[half] += first + second;
+        MHA_UNROLL for (int p = 0; p < n_term; p++) {
+            // Three terms by cutting off are exact; the last of fewer is rounded.
+            if (p == n_term - 1 && n_term < 3) {
+                first = plus_half_ulp(first);
+                second = plus_half_ulp(second);
             }
             // The weights that are added up are those that are multiplied: their rounding then cancels in the mean.
-            if constexpr (n_part == 1) total[half] += upper_half(first) + upper_half(second);
-            store((float *)(w + p * pair_numbers), upper_halves(first, second));
-            if (p + 1 < n_part) {
+            if constexpr (n_term == 1) total[half] += upper_half(first) + upper_half(second);
+            store((float *)(w + p * term_numbers), upper_halves(first, second));
+            if (p + 1 < n_term) {
                 first -= upper_half(first);
                 second -= upper_half(second);
             }
         }
     }
-    MHA_INLINE void finish(mha_stage *stage) {
-        if (!stage) return;
+    MHA_INLINE void finish(mha_matrix_item *item) {
+        if (!item) return;
         for (; done < n_unit; done += 2) {
             unit<0>();
             unit<1>();
         }
         MHA_UNROLL for (int half = 0; half < 2; half++) {
-            float *sum = stage->total + half * tile_edge;
-            store(sum, load(sum) * load(stage->rescale + half * tile_edge) + total[half]);
+            float *sum = item->total + half * tile_edge;
+            store(sum, load(sum) * load(item->rescale + half * tile_edge) + total[half]);
         }
     }
 };
@@ -136,13 +136,13 @@ struct summing {
     vec<float> rescale[2];
     ptrdiff_t n, done;
 
-    MHA_INLINE void begin(const mha_stage *stage, const float *from, ptrdiff_t n_feature) {
+    MHA_INLINE void begin(const mha_matrix_item *item, const float *from, ptrdiff_t n_feature) {
         done = 0;
-        n = stage ? n_feature : 0;
-        if (!stage) return;
-        sum = stage->sum;
+        n = item ? n_feature : 0;
+        if (!item) return;
+        sum = item->sum;
         product = from;
-        MHA_UNROLL for (int half = 0; half < 2; half++) rescale[half] = load(stage->rescale + half * tile_edge);
+        MHA_UNROLL for (int half = 0; half < 2; half++) rescale[half] = load(item->rescale + half * tile_edge);
     }
     MHA_INLINE void up_to(ptrdiff_t end) {
         for (end = end < n ? end : n; done < end; done++) {
@@ -155,16 +155,16 @@ struct summing {
 };
 
 // The maximum of a block's scores, key by key.
-struct peaking {
+struct maximum_scan {
     const float *score;
     vec<float> highest[2];
     ptrdiff_t n, done;
 
-    MHA_INLINE void begin(const mha_stage *stage) {
+    MHA_INLINE void begin(const mha_matrix_item *item) {
         done = 0;
-        n = stage && !stage->adjusted ? stage->n_group * group_rows : 0;
-        if (!stage) return;
-        score = stage->score;
+        n = item && !item->adjusted ? item->n_panel * panel_keys : 0;
+        if (!item) return;
+        score = item->score;
         MHA_UNROLL for (int half = 0; half < 2; half++) highest[half] = splat(-infinity<float>);
     }
     MHA_INLINE void up_to(ptrdiff_t end) {
@@ -173,10 +173,10 @@ struct peaking {
                 highest[half] = larger<float>(highest[half], load(score + done * matrix_rows + half * tile_edge));
         }
     }
-    MHA_INLINE void finish(mha_stage *stage) {
+    MHA_INLINE void finish(mha_matrix_item *item) {
         if (n == 0) return;
         up_to(n);
-        MHA_UNROLL for (int half = 0; half < 2; half++) store(stage->peak + half * tile_edge, highest[half]);
+        MHA_UNROLL for (int half = 0; half < 2; half++) store(item->block_maximum + half * tile_edge, highest[half]);
     }
 };
 
@@ -186,18 +186,18 @@ template <class A, class B> struct choice<true, A, B> { typedef B type; };
 // UNITS of the weighing are done beside each block product, where the scores are short only in the second half:
 // in the first, the next scores are shortened.
 template <int N_PRODUCT, int UNITS, bool NEXT_SHORT, bool NOW_SHORT> void step_of(mha_pipeline *pipe) {
-    constexpr int n_part = products<N_PRODUCT>::n_part, n_slot = 4 * N_PRODUCT;
-    constexpr ptrdiff_t block_numbers = n_part * pair_numbers, n_line = block_numbers / tile_depth;
-    mha_stage *next = pipe->next, *now = pipe->now, *before = pipe->before, *last = pipe->last;
+    constexpr int n_term = products<N_PRODUCT>::n_term, n_slot = 4 * N_PRODUCT;
+    constexpr ptrdiff_t block_numbers = n_term * term_numbers, n_line = block_numbers / tile_depth;
+    mha_matrix_item *next = pipe->in_scores, *now = pipe->in_softmax, *before = pipe->in_values, *last = pipe->in_sum;
     const ptrdiff_t n_query_chunk = pipe->query_chunks, n_value_chunk = pipe->value_chunks;
     float *pending = pipe->pending;
     typename choice<NOW_SHORT, weighing<N_PRODUCT>, short_weighing>::type weights;
-    typename choice<NEXT_SHORT, peaking, shortening>::type peaks;
+    typename choice<NEXT_SHORT, maximum_scan, shortening>::type scan;
     summing sums;
     weights.begin(now, float(pipe->exp_scale));
     sums.begin(last, pipe->product, n_value_chunk * tile_depth);
-    if constexpr (NEXT_SHORT) peaks.begin(next, pipe->passing, float(pipe->exp_scale));
-    else peaks.begin(next);
+    if constexpr (NEXT_SHORT) scan.begin(next, pipe->passing, float(pipe->exp_scale));
+    else scan.begin(next);
 
     auto multiply = [&](auto units, const uint16_t *a, const uint16_t *b, bool fresh, const auto &extra) __attribute__((always_inline)) {
         constexpr int n_unit = decltype(units)::value;
@@ -216,19 +216,19 @@ template <int N_PRODUCT, int UNITS, bool NEXT_SHORT, bool NOW_SHORT> void step_o
     // The last block of `pending` reaches memory in the first product, so what reads it starts with the second.
     if (next) {
         const uint16_t *key = (const uint16_t *)next->key;
-        const ptrdiff_t n_block = next->n_group * n_query_chunk;
+        const ptrdiff_t n_block = next->n_panel * n_query_chunk;
         const ptrdiff_t sums_per_block = n_block > 1 ? (sums.n + n_block - 2) / (n_block - 1) : 0;
         ptrdiff_t block = 0;
-        for (ptrdiff_t g = 0; g < next->n_group; g++) {
+        for (ptrdiff_t g = 0; g < next->n_panel; g++) {
             for (ptrdiff_t c = 0; c < n_query_chunk; c++, block++)
                 multiply(number<NOW_SHORT ? 0 : UNITS>{}, key + block * block_numbers,
                          (const uint16_t *)next->query + c * block_numbers, c == 0, [&]() __attribute__((always_inline)) {
                              sums.up_to(block * sums_per_block);
                              // Group g - 1 is in memory by now.
-                             if constexpr (NEXT_SHORT) peaks.up_to(g > 0 ? (g - 1) * group_rows + (c + 1) * group_rows / n_query_chunk : 0);
+                             if constexpr (NEXT_SHORT) scan.up_to(g > 0 ? (g - 1) * panel_keys + (c + 1) * panel_keys / n_query_chunk : 0);
                          });
-            pending = NEXT_SHORT ? pipe->passing + g % MHA_MATRIX_PASSING * group_rows * matrix_rows
-                                 : next->score + g * group_rows * matrix_rows;
+            pending = NEXT_SHORT ? pipe->passing + g % MHA_MATRIX_PASSING * panel_keys * matrix_rows
+                                 : next->score + g * panel_keys * matrix_rows;
         }
     } else {
         store_block(pending);
@@ -238,15 +238,15 @@ template <int N_PRODUCT, int UNITS, bool NEXT_SHORT, bool NOW_SHORT> void step_o
 
     if (before) {
         const uint16_t *weight = (const uint16_t *)before->weight;
-        const ptrdiff_t n_block = before->n_group * n_value_chunk;
-        const ptrdiff_t left = peaks.n - peaks.done, shortened = peaks.done;
-        const ptrdiff_t peaks_per_block = n_block > 1 ? (left + n_block - 2) / (n_block - 1) : 0;
+        const ptrdiff_t n_block = before->n_panel * n_value_chunk;
+        const ptrdiff_t left = scan.n - scan.done, shortened = scan.done;
+        const ptrdiff_t scan_per_block = n_block > 1 ? (left + n_block - 2) / (n_block - 1) : 0;
         ptrdiff_t block = 0;
         for (ptrdiff_t c = 0; c < n_value_chunk; c++) {
-            const uint16_t *value = (const uint16_t *)before->value + c * (products<N_PRODUCT>::block_keys / group_rows) * block_numbers;
-            for (ptrdiff_t g = 0; g < before->n_group; g++, block++)
+            const uint16_t *value = (const uint16_t *)before->value + c * (products<N_PRODUCT>::block_keys / panel_keys) * block_numbers;
+            for (ptrdiff_t g = 0; g < before->n_panel; g++, block++)
                 multiply(number<NOW_SHORT ? 2 * UNITS : UNITS>{}, value + g * block_numbers, weight + g * block_numbers, g == 0,
-                         [&]() __attribute__((always_inline)) { peaks.up_to(shortened + block * peaks_per_block); });
+                         [&]() __attribute__((always_inline)) { scan.up_to(shortened + block * scan_per_block); });
             pending = pipe->product + c * tile_depth * matrix_rows;
         }
     } else {
@@ -254,13 +254,13 @@ template <int N_PRODUCT, int UNITS, bool NEXT_SHORT, bool NOW_SHORT> void step_o
         pending = pipe->unused;
     }
     weights.finish(now);
-    peaks.finish(next);
+    scan.finish(next);
     pipe->pending = pending;
 }
 
 template <int N_PRODUCT, int UNITS> void step_with(mha_pipeline *pipe) {
     if constexpr (N_PRODUCT == 1) {
-        const bool next_short = pipe->next && pipe->next->short_scores, now_short = pipe->now && pipe->now->short_scores;
+        const bool next_short = pipe->in_scores && pipe->in_scores->short_scores, now_short = pipe->in_softmax && pipe->in_softmax->short_scores;
         if (next_short && now_short) return step_of<N_PRODUCT, UNITS, true, true>(pipe);
         if (next_short) return step_of<N_PRODUCT, UNITS, true, false>(pipe);
         if (now_short) return step_of<N_PRODUCT, UNITS, false, true>(pipe);
@@ -268,7 +268,7 @@ template <int N_PRODUCT, int UNITS> void step_with(mha_pipeline *pipe) {
     step_of<N_PRODUCT, UNITS, false, false>(pipe);
 }
 
-// A group of keys has 32 units of weighing, and as many block products as there are chunks of features.
+// A panel of keys has 32 units of weighing, and as many block products as there are chunks of features.
 template <int N_PRODUCT> void step(mha_pipeline *pipe) {
     const ptrdiff_t n_chunk = pipe->query_chunks + pipe->value_chunks;
     if (n_chunk < 4) step_with<N_PRODUCT, 16>(pipe);

@@ -59,7 +59,7 @@ void begin(void *sum, void *maximum, void *total, ptrdiff_t n_row, ptrdiff_t wid
 
 // Of all rows ahead, those whose turn is between steps `from` and `to` of `n_step`: evenly spread, so that the requests
 // do not wait for each other.
-MHA_INLINE void prefetch_share(const mha_ahead *ahead, ptrdiff_t from, ptrdiff_t to, ptrdiff_t n_step) {
+MHA_INLINE void prefetch_share(const mha_prefetch *ahead, ptrdiff_t from, ptrdiff_t to, ptrdiff_t n_step) {
     for (; ahead; ahead = ahead->then)
         for (ptrdiff_t row = ahead->n_row * from / n_step; row < ahead->n_row * to / n_step; row++)
             for (ptrdiff_t byte = 0; byte < ahead->width; byte += 64)
@@ -88,9 +88,9 @@ MHA_INLINE void score_step(T *score, vec<T> (&highest)[VECTORS], const T *query,
 }
 
 template <class T>
-void scores(void *score_, void *peak_, const void *query_, ptrdiff_t n_row, const char *key, ptrdiff_t key_stride,
-            ptrdiff_t n_key, ptrdiff_t width, const mha_ahead *ahead) {
-    T *score = (T *)score_, *peak = (T *)peak_;
+void scores(void *score_, void *block_maximum_, const void *query_, ptrdiff_t n_row, const char *key, ptrdiff_t key_stride,
+            ptrdiff_t n_key, ptrdiff_t width, const mha_prefetch *ahead) {
+    T *score = (T *)score_, *block_maximum = (T *)block_maximum_;
     const T *query = (const T *)query_;
     with_vectors<T>(n_row, [=](auto vectors) __attribute__((always_inline)) {
         constexpr int n_vector = decltype(vectors)::value;
@@ -102,22 +102,22 @@ void scores(void *score_, void *peak_, const void *query_, ptrdiff_t n_row, cons
             score_step<T, n_step, n_vector>(score + j * tile_rows<T>, highest, query, key + j * key_stride, key_stride,
                                             width);
         });
-        MHA_UNROLL for (int x = 0; x < n_vector; x++) store(peak + x * lanes<T>, highest[x]);
+        MHA_UNROLL for (int x = 0; x < n_vector; x++) store(block_maximum + x * lanes<T>, highest[x]);
     });
 }
 
 // Online softmax (Milakov & Gimelshein 2018): rescale = 2**((old maximum - new maximum) * exp_scale).
 template <class T>
-void softmax(void *score_, const void *peak_, void *maximum_, void *total_, void *rescale_, ptrdiff_t n_row,
+void softmax(void *score_, const void *block_maximum_, void *maximum_, void *total_, void *rescale_, ptrdiff_t n_row,
              ptrdiff_t n_key, double exp_scale_) {
     T *score = (T *)score_, *maximum = (T *)maximum_, *total = (T *)total_, *rescale = (T *)rescale_;
-    const T *peak = (const T *)peak_;
+    const T *block_maximum = (const T *)block_maximum_;
     const T exp_scale = T(exp_scale_);
     with_vectors<T>(n_row, [=](auto vectors) __attribute__((always_inline)) {
         constexpr int n_vector = decltype(vectors)::value;
         vec<T> base[n_vector], even[n_vector], odd[n_vector];  // two shorter sums: fewer roundings each
         MHA_UNROLL for (int x = 0; x < n_vector; x++) {
-            vec<T> old = load(maximum + x * lanes<T>), now = larger<T>(load(peak + x * lanes<T>), old);
+            vec<T> old = load(maximum + x * lanes<T>), now = larger<T>(load(block_maximum + x * lanes<T>), old);
             store(maximum + x * lanes<T>, now);
             // A row that has seen no key yet has maximum -inf; -inf - -inf would be NaN, -inf - 0 gives weight 0.
             base[x] = now == -infinity<T> ? vec<T>{} : now;
@@ -126,18 +126,18 @@ void softmax(void *score_, const void *peak_, void *maximum_, void *total_, void
         }
         auto weigh = [&](ptrdiff_t j, vec<T> (&sum)[n_vector]) __attribute__((always_inline)) {
             MHA_UNROLL for (int x = 0; x < n_vector; x++) {
-                T *place = score + j * tile_rows<T> + x * lanes<T>;
-                vec<T> weight = exp2_nonpositive<T>((load(place) - base[x]) * exp_scale);
+                T *at = score + j * tile_rows<T> + x * lanes<T>;
+                vec<T> weight = exp2_nonpositive<T>((load(at) - base[x]) * exp_scale);
                 sum[x] += weight;
-                store(place, weight);
+                store(at, weight);
             }
         };
         ptrdiff_t j = 0;
         for (; j + 2 <= n_key; j += 2) weigh(j, even), weigh(j + 1, odd);
         if (j < n_key) weigh(j, even);
         MHA_UNROLL for (int x = 0; x < n_vector; x++) {
-            T *place = total + x * lanes<T>;
-            store(place, load(place) * load(rescale + x * lanes<T>) + (even[x] + odd[x]));
+            T *at = total + x * lanes<T>;
+            store(at, load(at) * load(rescale + x * lanes<T>) + (even[x] + odd[x]));
         }
     });
 }
@@ -158,15 +158,15 @@ MHA_INLINE void value_step(T *sum, const T *rescale, const T *weight, const char
     MHA_UNROLL for (int x = 0; x < VECTORS; x++) {
         vec<T> factor = load(rescale + x * lanes<T>);
         MHA_UNROLL for (int d = 0; d < N_FEATURE; d++) {
-            T *place = sum + d * tile_rows<T> + x * lanes<T>;
-            store(place, load(place) * factor + part[d][x]);
+            T *at = sum + d * tile_rows<T> + x * lanes<T>;
+            store(at, load(at) * factor + part[d][x]);
         }
     }
 }
 
 template <class T>
 void values(void *sum_, const void *rescale_, const void *weight_, ptrdiff_t n_row, const char *value,
-            ptrdiff_t value_stride, ptrdiff_t n_key, ptrdiff_t width, const mha_ahead *ahead) {
+            ptrdiff_t value_stride, ptrdiff_t n_key, ptrdiff_t width, const mha_prefetch *ahead) {
     T *sum = (T *)sum_;
     const T *rescale = (const T *)rescale_, *weight = (const T *)weight_;
     with_vectors<T>(n_row, [=](auto vectors) __attribute__((always_inline)) {
@@ -194,8 +194,8 @@ void values_guarded(void *sum_, const void *rescale_, const void *weight_, const
                 const vec<T> v = load(visible + j * tile_rows<T> + r) == -infinity<T> ? vec<T>{} : all;
                 part += v * load(weight + j * tile_rows<T> + r);
             }
-            T *place = sum + d * tile_rows<T> + r;
-            store(place, load(place) * load(rescale + r) + part);
+            T *at = sum + d * tile_rows<T> + r;
+            store(at, load(at) * load(rescale + r) + part);
         }
     }
 }

@@ -9,14 +9,14 @@
 #pragma once
 
 #include "adjust.h"
-#include "parts.h"
+#include "terms.h"
 
 namespace {
 namespace MHA_ISA_NAMESPACE {
 
 typedef uint16_t short_bits __attribute__((vector_size(64)));
 
-constexpr float exponent_places = 1024, lowest_exponent = -31.5f;
+constexpr float exponent_steps = 1024, lowest_exponent = -31.5f;
 constexpr double most_exponent = 31.3;  // leaves room for the rounding of the scores
 
 // Calls unit<FIRST>() ... unit<END - 1>() of `work`.
@@ -31,24 +31,24 @@ template <int FIRST, int END, class Work> MHA_INLINE void units_of(Work &work) {
 // place of the weights that they will become.
 struct shortening {
     const float *passing;
-    uint16_t *place;
+    uint16_t *at;
     vec<float> scale;
     short_bits highest[2];
     ptrdiff_t n, done;
 
-    MHA_INLINE void begin(const mha_stage *stage, const float *from, float exp_scale) {
+    MHA_INLINE void begin(const mha_matrix_item *item, const float *from, float exp_scale) {
         done = 0;
-        n = stage->n_group * group_rows;
+        n = item->n_panel * panel_keys;
         passing = from;
-        place = (uint16_t *)stage->weight;
+        at = (uint16_t *)item->weight;
         scale = splat(exp_scale);
         highest[0] = highest[1] = short_bits{};
     }
     MHA_INLINE void up_to(ptrdiff_t end) {
         for (end = end < n ? end : n; done + 2 <= end; done += 2) {
-            const ptrdiff_t group = done / group_rows, pair = done % group_rows / 2;
-            const float *s = passing + (group % MHA_MATRIX_PASSING * group_rows + pair) * matrix_rows;
-            uint16_t *p = place + group * pair_numbers + pair * tile_depth;
+            const ptrdiff_t panel = done / panel_keys, pair = done % panel_keys / 2;
+            const float *s = passing + (panel % MHA_MATRIX_PASSING * panel_keys + pair) * matrix_rows;
+            uint16_t *p = at + panel * term_numbers + pair * tile_depth;
             MHA_UNROLL for (int half = 0; half < 2; half++) {
                 const short_bits both = shortened(load(s + half * tile_edge), load(s + tile_edge * matrix_rows + half * tile_edge));
                 store((float *)(p + half * tile_numbers), (vec<float>)both);
@@ -64,19 +64,19 @@ struct shortening {
         second = second * scale + shift;
         return (short_bits)_mm512_mask_shuffle_epi8((__m512i)first, 0xcccccccccccccccc, (__m512i)second, lower_to_upper);
     }
-    MHA_INLINE void finish(mha_stage *stage) {
+    MHA_INLINE void finish(mha_matrix_item *item) {
         up_to(n);
         MHA_UNROLL for (int half = 0; half < 2; half++) {
             const float_bits both = (float_bits)highest[half], first = both & 0xffff, second = both >> 16;
             const vec<float> most = __builtin_convertvector(first > second ? first : second, vec<float>);
-            store(stage->peak + half * tile_edge, (most * (1 / exponent_places) + lowest_exponent) / scale);
+            store(item->block_maximum + half * tile_edge, (most * (1 / exponent_steps) + lowest_exponent) / scale);
         }
     }
 };
 
 // Weights of a block of short scores, in their place.
 struct short_weighing {
-    uint16_t *place;
+    uint16_t *at;
     short_bits offset[2];
     vec<float> total[2];
     ptrdiff_t n_unit, done;
@@ -85,26 +85,26 @@ struct short_weighing {
     // that, shifted, is 1.
     static constexpr uint16_t offset_of_one = 0x9600;
 
-    MHA_INLINE void begin(mha_stage *stage, float exp_scale) {
+    MHA_INLINE void begin(mha_matrix_item *item, float exp_scale) {
         done = 0;
-        n_unit = stage->n_group * group_rows;
-        place = (uint16_t *)stage->weight;
+        n_unit = item->n_panel * panel_keys;
+        at = (uint16_t *)item->weight;
         bool reached = true;
         vec<float> base[2];
         MHA_UNROLL for (int half = 0; half < 2; half++) {
-            float *maximum = stage->maximum + half * tile_edge;
-            const vec<float> old = load(maximum), now = larger<float>(load(stage->peak + half * tile_edge), old);
+            float *maximum = item->maximum + half * tile_edge;
+            const vec<float> old = load(maximum), now = larger<float>(load(item->block_maximum + half * tile_edge), old);
             // The next step of the fixed point from there; a maximum on a step stays in spite of its rounding.
-            base[half] = (vec<float>)_mm512_roundscale_ps((__m512)((now * exp_scale - lowest_exponent) * exponent_places - 0.01f),
+            base[half] = (vec<float>)_mm512_roundscale_ps((__m512)((now * exp_scale - lowest_exponent) * exponent_steps - 0.01f),
                                                           _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC);
             // Lanes without a row hold anything, and must not decide.
             const vec<float> row = lane_numbers<float>() + float(half * tile_edge);
-            reached &= all_within(row < float(stage->n_row) ? base[half] : vec<float>{}, 65535.0f);
+            reached &= all_within(row < float(item->n_row) ? base[half] : vec<float>{}, 65535.0f);
             offset[half] = (short_bits)((float_bits)__builtin_convertvector(base[half], ivec<float>) * 0x10001);
             offset[half] = offset_of_one - offset[half];
-            base[half] = (base[half] * (1 / exponent_places) + lowest_exponent) / exp_scale;
+            base[half] = (base[half] * (1 / exponent_steps) + lowest_exponent) / exp_scale;
             store(maximum, base[half]);
-            store(stage->rescale + half * tile_edge, exp2_nonpositive<float>((old - base[half]) * exp_scale));
+            store(item->rescale + half * tile_edge, exp2_nonpositive<float>((old - base[half]) * exp_scale));
             total[half] = vec<float>{};
         }
         if (!reached) weigh_one_by_one(base, exp_scale);
@@ -112,11 +112,11 @@ struct short_weighing {
     // Another block's maximum is too far above this one's scores: they are widened again.
     __attribute__((noinline)) void weigh_one_by_one(const vec<float> (&base)[2], float exp_scale) {
         auto weight_of = [=](float_bits score, vec<float> from) {
-            const vec<float> exponent = __builtin_convertvector(score, vec<float>) * (1 / exponent_places) + lowest_exponent;
-            return plus_half_place(exp2_nonpositive<float>(exponent - from * exp_scale));
+            const vec<float> exponent = __builtin_convertvector(score, vec<float>) * (1 / exponent_steps) + lowest_exponent;
+            return plus_half_ulp(exp2_nonpositive<float>(exponent - from * exp_scale));
         };
         for (; done < n_unit; done++) {
-            uint16_t *p = place + done / group_rows * pair_numbers + done % 2 * tile_numbers + done % group_rows / 2 * tile_depth;
+            uint16_t *p = at + done / panel_keys * term_numbers + done % 2 * tile_numbers + done % panel_keys / 2 * tile_depth;
             const float_bits both = (float_bits)load((const float *)p);
             const vec<float> first = weight_of(both & 0xffff, base[done % 2]), second = weight_of(both >> 16, base[done % 2]);
             total[done % 2] += upper_half(first) + upper_half(second);
@@ -125,7 +125,7 @@ struct short_weighing {
     }
     template <int U> MHA_INLINE void unit() {
         constexpr int half = U % 2;
-        uint16_t *p = place + done / group_rows * pair_numbers + half * tile_numbers + (done % group_rows / 2 + U / 2) * tile_depth;
+        uint16_t *p = at + done / panel_keys * term_numbers + half * tile_numbers + (done % panel_keys / 2 + U / 2) * tile_depth;
         const __m512i exponent = _mm512_add_epi16((__m512i)load((const float *)p), (__m512i)offset[half]);
         // 1 + f as float16: the offset has its half place in the fraction, which goes here.
         constexpr int fraction_then_flip = 0x6a;  // (exponent & fraction) ^ one
@@ -142,11 +142,11 @@ struct short_weighing {
         total[half] = (vec<float>)_mm512_dpbf16_ps((__m512)total[half], (__m512bh)weight, (__m512bh)_mm512_set1_epi16(0x3f80));
         store((float *)p, (vec<float>)weight);
     }
-    MHA_INLINE void finish(mha_stage *stage) {
+    MHA_INLINE void finish(mha_matrix_item *item) {
         for (; done < n_unit; done += 2) units_of<0, 2>(*this);
         MHA_UNROLL for (int half = 0; half < 2; half++) {
-            float *sum = stage->total + half * tile_edge;
-            store(sum, load(sum) * load(stage->rescale + half * tile_edge) + total[half]);
+            float *sum = item->total + half * tile_edge;
+            store(sum, load(sum) * load(item->rescale + half * tile_edge) + total[half]);
         }
     }
 };

@@ -10,9 +10,9 @@ namespace MHA_ISA_NAMESPACE {
 // Sums move to a new maximum as in the online softmax.  With a = 2**d, d = (old - new maximum) * exp_scale <= 0, every
 // weight becomes a * w and its logarithm log2(w) + d, so the moment becomes a * (moment + d * total).
 template <class T>
-MHA_INLINE void move_maximum(mha_moments *sums, const T *peak, ptrdiff_t row, T exp_scale, vec<T> &base) {
+MHA_INLINE void move_maximum(mha_moments *sums, const T *block_maximum, ptrdiff_t row, T exp_scale, vec<T> &base) {
     T *maximum = (T *)sums->maximum + row, *total = (T *)sums->total + row, *moment = (T *)sums->moment + row;
-    const vec<T> old = load(maximum), now = larger<T>(load(peak + row), old);
+    const vec<T> old = load(maximum), now = larger<T>(load(block_maximum + row), old);
     base = now == -infinity<T> ? vec<T>{} : now;
     const vec<T> d = (old - base) * exp_scale, a = exp2_nonpositive<T>(d);
     // before the first key d is -inf and everything is 0
@@ -28,25 +28,25 @@ MHA_INLINE void move_maximum(mha_moments *sums, const T *peak, ptrdiff_t row, T 
 }
 
 template <class T>
-void measure(mha_moments *sums, void *score_, const void *peak, ptrdiff_t n_row, const mha_measured_block *block) {
+void measure(mha_moments *sums, void *score_, const void *block_maximum, ptrdiff_t n_row, const mha_measured_block *block) {
     const T exp_scale = T(block->exp_scale), negligible = T(-1100);  // log2 below which 2**x is 0 in either type
     T found[tile_rows<T>];
     for (ptrdiff_t row = 0; row < n_row; row += lanes<T>) {
         vec<T> base;
-        move_maximum<T>(sums, (const T *)peak, row, exp_scale, base);
+        move_maximum<T>(sums, (const T *)block_maximum, row, exp_scale, base);
         const vec<T> distance = load((const T *)block->distance + row);
         vec<T> total = {}, moment = {}, far = {}, key_found = splat(T(-1));
         vec<T> best = load((T *)sums->best + row), confident = load((T *)sums->confident + row);
         for (ptrdiff_t j = 0; j < block->n_key; j++) {
-            T *place = (T *)score_ + j * tile_rows<T> + row;
-            const vec<T> s = load(place), x = (s - base) * exp_scale, w = exp2_nonpositive<T>(x);
+            T *at = (T *)score_ + j * tile_rows<T> + row;
+            const vec<T> s = load(at), x = (s - base) * exp_scale, w = exp2_nonpositive<T>(x);
             total += w;
             moment += w * larger<T>(splat(negligible), x);  // 0 * -inf must not come out of it
             far += w * magnitude<T>(distance - T(j));
             key_found = s > best ? splat(T(j)) : key_found;
             best = s > best ? s : best;
             if (!block->ignored || !block->ignored[j]) confident = s > confident ? s : confident;
-            store(place, w);
+            store(at, w);
         }
         for (ptrdiff_t i = 0; i < sums->n_set; i++) {
             vec<T> mass = load((T *)sums->set + i * tile_rows<T> + row);

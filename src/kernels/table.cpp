@@ -1,9 +1,9 @@
 // The table of one instruction set.  CMake compiles this file once for each, with its flags and
 //   MHA_ISA             the name users see, also the end of the table's symbol
 //   MHA_ISA_NAMESPACE   where everything else lives, inside an unnamed namespace
-#include "few_rows.h"
+#include "decode.h"
 #include "mask.h"
-#include "peak.h"
+#include "throughput.h"
 #include "row_tile.h"
 #include "statistics.h"
 
@@ -33,13 +33,13 @@ template <class T, class S> constexpr mha_kernels kernels(decltype(mha_kernels::
         add_received<T>,
         all_finite<T, T>,
         mask_tile<T, tile_rows<T>>,
-        few_pack<T, S>,
-        few_scores<T, S>,
-        few_adjust<T>,
-        few_softmax<T>,
-        few_values<T, S>,
-        few_values_guarded<T, S>,
-        few_merge<T, S>,
+        decode_pack_query<T, S>,
+        decode_scores<T, S>,
+        decode_adjust<T>,
+        decode_softmax<T>,
+        decode_values<T, S>,
+        decode_values_guarded<T, S>,
+        decode_combine<T, S>,
         all_finite<T, S>,
         mask_row<T>,
     };

@@ -2,16 +2,16 @@
 
 cdef enum:
     MAX_SUB_TILES = 8     # of a task of row tiles
-    MAX_PAIRS = 4         # of such a task: kv heads whose rows share a mask
+    MAX_TASK_HEADS = 4         # of such a task: kv heads whose rows share a mask
     MAX_MATRIX_SUB_TILES = 32
-    N_STAGE = 12          # four are in use, with two buffers of scores and three of weights in turn
+    N_ITEM = 12          # four are in use, with two buffers of scores and three of weights in turn
     MAX_ROWS = 64         # MHA_MAX_ROWS; struct members need a literal
 
 assert MAX_ROWS == MHA_MAX_ROWS
 
 cdef struct sub_tile:
     # Some rows of one key/value head: where they lie, which keys they see, how far their softmax has come.
-    ptrdiff_t pair, n_row
+    ptrdiff_t batch_head, n_row
     const char *query[MAX_ROWS]
     char *out[MAX_ROWS]
     char *lse[MAX_ROWS]
@@ -35,7 +35,7 @@ cdef struct sub_tile:
     double *offset_score
     mha_packed packing               # for the matrix unit
 
-cdef struct held_mask:
+cdef struct mask_cache:
     # The mask that w.bias holds: of a key block, from these places on.
     ptrdiff_t n_row, n_key           # n_row 1: [key], otherwise [key][row]; 0: nothing
     const char *row[MAX_ROWS]
@@ -44,27 +44,27 @@ cdef struct held_mask:
 cdef struct workspace:
     sub_tile *sub
     void *score
-    void *peak
+    void *block_maximum
     void *rescale
     void *bias
     void *visible
-    held_mask held
+    mask_cache mask_cache
     void *mask_work
-    void *merge_work
-    # a key block of a 16-bit type, widened, of each pair of the task
-    void *key_tile[MAX_PAIRS]
-    void *value_tile[MAX_PAIRS]
+    void *combine_work
+    # a key block of a 16-bit type, widened, of each batch_head of the task
+    void *key_tile[MAX_TASK_HEADS]
+    void *value_tile[MAX_TASK_HEADS]
     # the rows' numbers in the arithmetic type
     void *slope
     void *distance
     void *first
     void *last
-    # the matrix unit: stages in a ring, packed key blocks in turn
-    mha_stage stage[N_STAGE]
+    # the matrix unit: items in a ring, packed key blocks in turn
+    mha_matrix_item item[N_ITEM]
     mha_pipeline pipe
-    ptrdiff_t n_stage
+    ptrdiff_t n_item
     char *block[2]
-    ptrdiff_t last_stage[2]          # number of the last stage that reads it
+    ptrdiff_t last_item[2]          # number of the last item that reads it
 
 cdef struct arena:
     size_t base, used
@@ -84,10 +84,10 @@ cdef size_t lay_out(workspace *w, void *base, const mha_problem *p, const mha_ke
                     const plan *work) noexcept nogil:
     """Place a thread's buffers from `base` on, as large as the plan's tasks need them; return their size."""
     cdef arena a
-    cdef ptrdiff_t n_row = max(k.tile_rows if work.has_tiles else 0, MHA_MAX_FEW_ROWS if work.has_few else 0)
+    cdef ptrdiff_t n_row = max(k.tile_rows if work.has_tiles else 0, MHA_MAX_DECODE_ROWS if work.has_decode else 0)
     cdef ptrdiff_t n_score = max(k.tile_rows * MHA_KEY_BLOCK if work.has_tiles else 0,
-                                 MHA_MAX_FEW_ROWS * MHA_KEY_SPLIT if work.has_few else 0)
-    cdef ptrdiff_t i, n_sub = max(work.n_sub * work.n_pair, work.n_matrix_sub), packed_size, sum_size
+                                 MHA_MAX_DECODE_ROWS * MHA_KEY_SPLIT if work.has_decode else 0)
+    cdef ptrdiff_t i, n_sub = max(work.n_sub * work.n_task_head, work.n_matrix_sub), packed_size, sum_size
     cdef sub_tile unplaced
     cdef sub_tile *s
     a.base, a.used = <size_t>base, 0
@@ -98,7 +98,7 @@ cdef size_t lay_out(workspace *w, void *base, const mha_problem *p, const mha_ke
         n_score = max(n_score, MHA_MATRIX_ROWS * MHA_MATRIX_PIECE)
         packed_size = max(packed_size, MHA_MATRIX_ROWS * matrix_row_size(work, p.head_width))
         sum_size = max(sum_size, MHA_MATRIX_ROWS * chunks_of(p.value_width) * MHA_MATRIX_CHUNK * sizeof(float))
-    w.held.n_row = 0
+    w.mask_cache.n_row = 0
     w.sub = <sub_tile *>take(&a, n_sub * sizeof(sub_tile))
     for i in range(n_sub):
         s = &w.sub[i] if base != NULL else &unplaced
@@ -116,19 +116,19 @@ cdef size_t lay_out(workspace *w, void *base, const mha_problem *p, const mha_ke
     w.bias = take(&a, n_score * k.item_size)
     w.visible = take(&a, n_score * k.item_size)
     w.mask_work = take(&a, k.lanes * MHA_KEY_BLOCK * k.item_size)
-    w.merge_work = take(&a, work.most_splits * k.item_size)
-    w.peak = take(&a, n_row * k.item_size)
+    w.combine_work = take(&a, work.most_splits * k.item_size)
+    w.block_maximum = take(&a, n_row * k.item_size)
     w.rescale = take(&a, n_row * k.item_size)
     w.slope = take(&a, n_row * k.item_size)
     w.distance = take(&a, n_row * k.item_size)
     w.first = take(&a, n_row * k.item_size)
     w.last = take(&a, n_row * k.item_size)
     if k.widen != NULL and work.has_tiles:
-        for i in range(work.n_pair):
+        for i in range(work.n_task_head):
             w.key_tile[i] = take(&a, MHA_KEY_BLOCK * padded(k, p.head_width) * k.item_size)
             w.value_tile[i] = take(&a, MHA_KEY_BLOCK * padded(k, p.value_width) * k.item_size)
     if work.has_matrix:
-        place_pipeline(w, &a, p, work)
+        lay_out_pipeline(w, &a, p, work)
     return a.used
 
 

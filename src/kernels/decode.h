@@ -25,7 +25,7 @@ template <class S> MHA_INLINE void prefetch(const S *p, ptrdiff_t ahead) {
 }
 
 template <class T, class S>
-void few_pack(void *query, const char *const *row, ptrdiff_t n_row, ptrdiff_t width, double scale) {
+void decode_pack_query(void *query, const char *const *row, ptrdiff_t n_row, ptrdiff_t width, double scale) {
     for (ptrdiff_t r = 0; r < n_row; r++)
         for (ptrdiff_t d = 0; d < width; d += lanes<T>) {
             const S *source = (const S *)row[r] + d;
@@ -67,7 +67,7 @@ MHA_INLINE void dot_products(vec<T> *product, ptrdiff_t product_stride, const T 
 }
 
 template <class T, class S>
-void few_scores(void *score_, const void *query_, ptrdiff_t n_row, const char *key, ptrdiff_t key_stride,
+void decode_scores(void *score_, const void *query_, ptrdiff_t n_row, const char *key, ptrdiff_t key_stride,
                 ptrdiff_t n_key, ptrdiff_t width) {
     const T *query = (const T *)query_;
     const ptrdiff_t ahead = bytes_ahead(key_stride, width * ptrdiff_t(sizeof(S)));
@@ -97,7 +97,7 @@ void few_scores(void *score_, const void *query_, ptrdiff_t n_row, const char *k
 }
 
 template <class T>
-void few_softmax(void *score_, void *maximum_, void *total_, ptrdiff_t n_row, ptrdiff_t n_key, double exp_scale_) {
+void decode_softmax(void *score_, void *maximum_, void *total_, ptrdiff_t n_row, ptrdiff_t n_key, double exp_scale_) {
     const T exp_scale = T(exp_scale_);
     for (ptrdiff_t r = 0; r < n_row; r++) {
         T *score = (T *)score_ + r * MHA_KEY_SPLIT;
@@ -137,14 +137,14 @@ MHA_INLINE void add_values(T *sum, ptrdiff_t sum_stride, const T *weight, const 
     }
     MHA_UNROLL for (int r = 0; r < N_ROW; r++) {
         MHA_UNROLL for (int x = 0; x < N_VECTOR; x++) {
-            T *place = sum + r * sum_stride + x * lanes<T>;
-            store(place, load(place) + part[r][x]);
+            T *at = sum + r * sum_stride + x * lanes<T>;
+            store(at, load(at) + part[r][x]);
         }
     }
 }
 
 template <class T, class S>
-void few_values(void *sum_, const void *weight_, ptrdiff_t n_row, const char *value, ptrdiff_t value_stride,
+void decode_values(void *sum_, const void *weight_, ptrdiff_t n_row, const char *value, ptrdiff_t value_stride,
                 ptrdiff_t n_key, ptrdiff_t width) {
     constexpr int accumulators = MHA_ACCUMULATORS >= 16 ? 16 : 8;
     constexpr ptrdiff_t vector_bytes = lanes<T> * sizeof(S);
@@ -172,9 +172,9 @@ void few_values(void *sum_, const void *weight_, ptrdiff_t n_row, const char *va
     }
 }
 
-// Adds in the same order as few_values, so that an excluded value leaves no trace in the last bit either.
+// Adds in the same order as decode_values, so that an excluded value leaves no trace in the last bit either.
 template <class T, class S>
-void few_values_guarded(void *sum_, const void *weight_, const void *visible_, ptrdiff_t n_row, const char *value,
+void decode_values_guarded(void *sum_, const void *weight_, const void *visible_, ptrdiff_t n_row, const char *value,
                         ptrdiff_t value_stride, ptrdiff_t n_key, ptrdiff_t width) {
     memset(sum_, 0, n_row * padded<T>(width) * sizeof(T));
     for (ptrdiff_t r = 0; r < n_row; r++) {
@@ -196,16 +196,16 @@ void few_values_guarded(void *sum_, const void *weight_, const void *visible_, p
 }
 
 template <class T, class S>
-void few_merge(char *out, const void *sum, const void *maximum, const void *total, ptrdiff_t part_stride,
-               ptrdiff_t n_part, ptrdiff_t width, double exp_scale, void *work, const mha_finish *how) {
+void decode_combine(char *out, const void *sum, const void *maximum, const void *total, ptrdiff_t partial_stride,
+               ptrdiff_t n_partial, ptrdiff_t width, double exp_scale, void *work, const mha_finish *how) {
     T *factor = (T *)work;
-    auto part = [=](const void *first, ptrdiff_t i) { return row_at<T>((const char *)first, part_stride, i); };
+    auto partial = [=](const void *first, ptrdiff_t i) { return row_at<T>((const char *)first, partial_stride, i); };
     double highest = minus_infinity, sum_total = 0;
-    for (ptrdiff_t i = 0; i < n_part; i++) highest = *part(maximum, i) > highest ? *part(maximum, i) : highest;
+    for (ptrdiff_t i = 0; i < n_partial; i++) highest = *partial(maximum, i) > highest ? *partial(maximum, i) : highest;
     const double base = highest == minus_infinity ? 0 : highest;
-    for (ptrdiff_t i = 0; i < n_part; i++) {
-        factor[i] = T(__builtin_exp2((*part(maximum, i) - base) * exp_scale));
-        sum_total += double(factor[i]) * *part(total, i);
+    for (ptrdiff_t i = 0; i < n_partial; i++) {
+        factor[i] = T(__builtin_exp2((*partial(maximum, i) - base) * exp_scale));
+        sum_total += double(factor[i]) * *partial(total, i);
     }
     const T last_factor = finish_row<T>(highest, sum_total, 0, how);
     // Where no key has weight the output is 0, even if 0 * NaN got into the sums.
@@ -213,7 +213,7 @@ void few_merge(char *out, const void *sum, const void *maximum, const void *tota
     S *result = (S *)out;
     for (ptrdiff_t d = 0; d < width; d += lanes<T>) {
         vec<T> joined = {};
-        for (ptrdiff_t i = 0; i < n_part; i++) joined += load(part(sum, i) + d) * factor[i];
+        for (ptrdiff_t i = 0; i < n_partial; i++) joined += load(partial(sum, i) + d) * factor[i];
         joined = nothing ? vec<T>{} : joined * last_factor;
         if (d + lanes<T> <= width) store_stored<T>(result + d, joined);
         else store_stored_first<T>(result + d, joined, width - d);

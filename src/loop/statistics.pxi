@@ -1,4 +1,4 @@
-# Statistics of the weights instead of weights times values.  Every query head is a pair of its own here.
+# Statistics of the weights instead of weights times values.  Every query head is a batch_head of its own here.
 
 cdef enum:
     RECEIVED_KEYS = 512   # keys of a task of the second pass: a packed query serves eight key blocks
@@ -17,10 +17,10 @@ cdef void begin_measure(sub_tile *s, const mha_problem *p, const mha_kernels *k)
         s.offset_score[i] = -INFINITY
 
 
-cdef void measure_block(sub_tile *s, workspace *w, const mha_problem *p, const mha_kernels *k, ptrdiff_t pair,
+cdef void measure_block(sub_tile *s, workspace *w, const mha_problem *p, const mha_kernels *k, ptrdiff_t batch_head,
                         ptrdiff_t first, ptrdiff_t n_key) noexcept nogil:
     """Take a block of scores into the sums."""
-    cdef ptrdiff_t batch = pair // p.n_kv_head, r, i
+    cdef ptrdiff_t batch = batch_head // p.n_kv_head, r, i
     cdef int64_t key
     cdef mha_measured_block block
     for i in range(p.n_offset):
@@ -35,7 +35,7 @@ cdef void measure_block(sub_tile *s, workspace *w, const mha_problem *p, const m
         block.ignored = p.ignored + batch * p.n_key + first
     if p.key_set != NULL:
         block.key_set, block.set_stride = p.key_set + batch * p.n_set * p.n_key + first, p.n_key
-    k.measure(&s.sums, w.score, w.peak, s.n_row, &block)
+    k.measure(&s.sums, w.score, w.block_maximum, s.n_row, &block)
 
 
 cdef void finish_statistics(sub_tile *s, const mha_problem *p, const mha_kernels *k,
@@ -47,10 +47,10 @@ cdef void finish_statistics(sub_tile *s, const mha_problem *p, const mha_kernels
                          p.n_offset)
 
 
-cdef void receive(workspace *w, const mha_problem *p, const mha_kernels *k, ptrdiff_t pair,
+cdef void receive(workspace *w, const mha_problem *p, const mha_kernels *k, ptrdiff_t batch_head,
                   ptrdiff_t number) noexcept nogil:
     """Second pass, with maxima and factors known: what a range of keys receives from all queries, in their order."""
-    cdef double *received = p.received + pair * p.n_key
+    cdef double *received = p.received + batch_head * p.n_key
     cdef ptrdiff_t first_key = number * RECEIVED_KEYS, last_key = min(first_key + RECEIVED_KEYS, p.n_key)
     cdef ptrdiff_t row = 0, start, first, n_key, r
     cdef sub_tile *s = &w.sub[0]
@@ -58,7 +58,7 @@ cdef void receive(workspace *w, const mha_problem *p, const mha_kernels *k, ptrd
     cdef key_block block
     cdef bint excludes
     while row < p.n_query:
-        describe_rows(s, p, k, pair, row, min(k.tile_rows, p.n_query - row))
+        describe_rows(s, p, k, batch_head, row, min(k.tile_rows, p.n_query - row))
         k.pack_query(s.packed, s.query, s.n_row, p.head_width, p.query_scale)
         memset(s.factor, 0, k.tile_rows * k.item_size)
         memset(s.maximum, 0, k.tile_rows * k.item_size)
@@ -67,7 +67,7 @@ cdef void receive(workspace *w, const mha_problem *p, const mha_kernels *k, ptrd
             put(k, s.factor, r, (<double *>s.out[r])[MHA_FACTOR])
         start = first_key
         while start < min(last_key, s.last_key):
-            open_block(&block, w, p, k, pair, 0, start, min(start + MHA_KEY_BLOCK, last_key), last_key)
+            open_block(&block, w, p, k, batch_head, 0, start, min(start + MHA_KEY_BLOCK, last_key), last_key)
             n_key = score_block(s, w, p, k, &block, NULL, &how, &first, &excludes)
             if n_key > 0:
                 k.add_received(received + first, w.score, s.maximum, s.factor, s.n_row, n_key, p.exp_scale)

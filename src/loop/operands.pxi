@@ -1,4 +1,4 @@
-# Where the rows of a task lie and which keys they may see.  A pair is (batch entry, key/value head).
+# Where the rows of a task lie and which keys they may see.  A batch_head is (batch entry, key/value head).
 
 cdef inline ptrdiff_t queries_of(const mha_problem *p, ptrdiff_t batch) noexcept nogil:
     return p.query_length[batch] if p.query_length != NULL else p.n_query
@@ -8,15 +8,15 @@ cdef inline ptrdiff_t keys_of(const mha_problem *p, ptrdiff_t batch) noexcept no
     return p.key_length[batch] if p.key_length != NULL else p.n_key
 
 
-cdef inline char *place(const mha_problem *p, int operand, ptrdiff_t batch, ptrdiff_t head,
+cdef inline char *row_address(const mha_problem *p, int operand, ptrdiff_t batch, ptrdiff_t head,
                         ptrdiff_t row) noexcept nogil:
     return (p.operand[operand].data + p.batch_offset[operand][batch] + head * p.operand[operand].head_stride
             + row * p.operand[operand].row_stride)
 
 
-cdef inline char *place_of_pair(const mha_problem *p, int operand, ptrdiff_t pair, ptrdiff_t row) noexcept nogil:
-    """Row of the keys or values of a pair."""
-    return place(p, operand, pair // p.n_kv_head, pair % p.n_kv_head // p.share, row)
+cdef inline char *kv_row_address(const mha_problem *p, int operand, ptrdiff_t batch_head, ptrdiff_t row) noexcept nogil:
+    """Row of the keys or values of a batch_head."""
+    return row_address(p, operand, batch_head // p.n_kv_head, batch_head % p.n_kv_head // p.share, row)
 
 
 cdef inline int64_t position_of(const mha_problem *p, ptrdiff_t batch, ptrdiff_t query) noexcept nogil:
@@ -32,32 +32,32 @@ cdef inline void visible_range(const mha_problem *p, int64_t position, ptrdiff_t
         first[0] = last[0] = 0
 
 
-cdef void point_to_rows(const char **place_of, const mha_problem *p, int operand, ptrdiff_t pair, ptrdiff_t row,
+cdef void point_to_rows(const char **address, const mha_problem *p, int operand, ptrdiff_t batch_head, ptrdiff_t row,
                         ptrdiff_t n_row, const int64_t *query_index) noexcept nogil:
-    """Where rows row ... row + n_row - 1 of a pair lie in an operand; query_index as in mha_problem."""
-    cdef ptrdiff_t batch = pair // p.n_kv_head, first_head = pair % p.n_kv_head * p.group
-    cdef ptrdiff_t r, i = row // p.group, in_group = row % p.group
+    """Where rows row ... row + n_row - 1 of a batch_head lie in an operand; query_index as in mha_problem."""
+    cdef ptrdiff_t batch = batch_head // p.n_kv_head, first_head = batch_head % p.n_kv_head * p.group_size
+    cdef ptrdiff_t r, i = row // p.group_size, in_group = row % p.group_size
     cdef ptrdiff_t row_stride = p.operand[operand].row_stride
     cdef const char *data
-    if p.group == 1 and query_index == NULL:
-        data = place(p, operand, batch, first_head, row)
+    if p.group_size == 1 and query_index == NULL:
+        data = row_address(p, operand, batch, first_head, row)
         for r in range(n_row):
-            place_of[r] = data + r * row_stride
+            address[r] = data + r * row_stride
         return
     for r in range(n_row):
-        place_of[r] = place(p, operand, batch, first_head + in_group, i if query_index == NULL else query_index[i])
+        address[r] = row_address(p, operand, batch, first_head + in_group, i if query_index == NULL else query_index[i])
         in_group += 1
-        if in_group == p.group:
+        if in_group == p.group_size:
             in_group = 0
             i += 1
 
 
-cdef void set_head_numbers(sub_tile *s, const mha_problem *p, ptrdiff_t pair, ptrdiff_t row,
+cdef void set_head_numbers(sub_tile *s, const mha_problem *p, ptrdiff_t batch_head, ptrdiff_t row,
                            ptrdiff_t n_row) noexcept nogil:
     """Slope, sink and gate of each row's head."""
-    cdef ptrdiff_t batch = pair // p.n_kv_head, r, head
+    cdef ptrdiff_t batch = batch_head // p.n_kv_head, r, head
     for r in range(n_row):
-        head = pair % p.n_kv_head * p.group + (row + r) % p.group
+        head = batch_head % p.n_kv_head * p.group_size + (row + r) % p.group_size
         if p.alibi_slope != NULL:
             s.slope[r] = p.alibi_slope[batch * p.n_head + head]
         if p.sink != NULL:
@@ -69,7 +69,7 @@ cdef void set_head_numbers(sub_tile *s, const mha_problem *p, ptrdiff_t pair, pt
 cdef void set_visible_keys(sub_tile *s, const mha_problem *p, ptrdiff_t batch, ptrdiff_t row,
                            ptrdiff_t n_row) noexcept nogil:
     """Position of each row, the keys that it may see, and those that some and all of the rows may see."""
-    cdef ptrdiff_t r, query, group = p.group, n_key = keys_of(p, batch)
+    cdef ptrdiff_t r, query, group = p.group_size, n_key = keys_of(p, batch)
     cdef int64_t start = position_of(p, batch, 0)
     for r in range(n_row):
         query = (row + r) // group if group > 1 else row + r
@@ -86,24 +86,24 @@ cdef void set_visible_keys(sub_tile *s, const mha_problem *p, ptrdiff_t batch, p
         s.all_first, s.all_last = max(s.all_first, s.first[r]), min(s.all_last, s.last[r])
 
 
-cdef void describe_rows(sub_tile *s, const mha_problem *p, const mha_kernels *k, ptrdiff_t pair, ptrdiff_t row,
+cdef void describe_rows(sub_tile *s, const mha_problem *p, const mha_kernels *k, ptrdiff_t batch_head, ptrdiff_t row,
                         ptrdiff_t n_row) noexcept nogil:
-    """Fill in where rows row ... row + n_row - 1 of a pair lie and which keys they may see."""
+    """Fill in where rows row ... row + n_row - 1 of a batch_head lie and which keys they may see."""
     cdef ptrdiff_t r
     cdef bint used = p.operand[MHA_LSE].data != NULL or p.gate == NULL
-    s.pair, s.n_row = pair, n_row
-    point_to_rows(s.query, p, MHA_QUERY, pair, row, n_row, p.query_index)
-    point_to_rows(<const char **>s.out, p, MHA_OUT, pair, row, n_row, NULL)
+    s.batch_head, s.n_row = batch_head, n_row
+    point_to_rows(s.query, p, MHA_QUERY, batch_head, row, n_row, p.query_index)
+    point_to_rows(<const char **>s.out, p, MHA_OUT, batch_head, row, n_row, NULL)
     if p.operand[MHA_LSE].data != NULL:
-        point_to_rows(<const char **>s.lse, p, MHA_LSE, pair, row, n_row, NULL)
+        point_to_rows(<const char **>s.lse, p, MHA_LSE, batch_head, row, n_row, NULL)
     s.same_mask = True
     if p.mask_type != MHA_NO_MASK:
-        point_to_rows(s.mask, p, MHA_MASK, pair, row, n_row, p.query_index)
+        point_to_rows(s.mask, p, MHA_MASK, batch_head, row, n_row, p.query_index)
         for r in range(n_row):
             s.same_mask = s.same_mask and s.mask[r] == s.mask[0]
     if p.alibi_slope != NULL or p.sink != NULL or p.gate != NULL:
-        set_head_numbers(s, p, pair, row, n_row)
-    set_visible_keys(s, p, pair // p.n_kv_head, row, n_row)
+        set_head_numbers(s, p, batch_head, row, n_row)
+    set_visible_keys(s, p, batch_head // p.n_kv_head, row, n_row)
     for r in range(n_row if not used else 0):
         used = used or s.gate[r] != 0
     if not used:  # every head here is switched off: nothing to compute, the output is 0

@@ -1,10 +1,10 @@
-// What does not go through the matrix unit: a part of a number cannot be Inf or NaN (times a zero part it would be
+// What does not go through the matrix unit: a term of a number cannot be Inf or NaN (times a zero term it would be
 // NaN), nor so large that products overflow.  Rare, so simple: each such number is taken by itself, and leaves no
 // trace in results that do not depend on it.
 #pragma once
 
 #include "adjust.h"
-#include "parts.h"
+#include "terms.h"
 
 namespace {
 namespace MHA_ISA_NAMESPACE {
@@ -30,18 +30,18 @@ void repair_scores(float *score, const char *const *query, ptrdiff_t n_row, doub
 }
 
 // The weights of key j in rows 16 * half ... as they were split.
-template <int N_PART> MHA_INLINE vec<float> joined_weights(const uint16_t *weight, ptrdiff_t j, int half) {
-    const uint16_t *place = weight + j / group_rows * N_PART * pair_numbers + half * tile_numbers + j % tile_edge * tile_depth;
+template <int N_TERM> MHA_INLINE vec<float> joined_weights(const uint16_t *weight, ptrdiff_t j, int half) {
+    const uint16_t *at = weight + j / panel_keys * N_TERM * term_numbers + half * tile_numbers + j % tile_edge * tile_depth;
     vec<float> sum = {};
-    MHA_UNROLL for (int p = N_PART - 1; p >= 0; p--) {
-        const float_bits pair = (float_bits)load((const float *)(place + p * pair_numbers));
+    MHA_UNROLL for (int p = N_TERM - 1; p >= 0; p--) {
+        const float_bits pair = (float_bits)load((const float *)(at + p * term_numbers));
         sum += (vec<float>)(j / tile_edge % 2 ? pair & 0xffff0000 : pair << 16);
     }
     return sum;
 }
 
-template <class S, int N_PART>
-void add_left_out(float *sum, const void *weight, const float *visible, const char *value, ptrdiff_t stride,
+template <class S, int N_TERM>
+void add_outliers(float *sum, const void *weight, const float *visible, const char *value, ptrdiff_t stride,
                   ptrdiff_t n_key, ptrdiff_t width) {
     for (ptrdiff_t j = 0; j < n_key; j++) {
         for (ptrdiff_t d = 0; d < width; d += lanes<float>) {
@@ -50,11 +50,11 @@ void add_left_out(float *sum, const void *weight, const float *visible, const ch
             for (ptrdiff_t i = 0; i < lanes<float> && d + i < width; i++) {
                 if (v[i] <= largest_value && v[i] >= -largest_value) continue;
                 for (int half = 0; half < 2; half++) {
-                    float *place = sum + (d + i) * MHA_MATRIX_ROWS + half * tile_edge;
-                    vec<float> part = joined_weights<N_PART>((const uint16_t *)weight, j, half) * v[i];
+                    float *at = sum + (d + i) * MHA_MATRIX_ROWS + half * tile_edge;
+                    vec<float> part = joined_weights<N_TERM>((const uint16_t *)weight, j, half) * v[i];
                     const vec<float> seen = load(visible + j * MHA_MATRIX_ROWS + half * tile_edge);
                     part = seen == -infinity<float> ? vec<float>{} : part;
-                    store(place, load(place) + part);
+                    store(at, load(at) + part);
                 }
             }
         }
