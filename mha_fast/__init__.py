@@ -22,8 +22,11 @@ The command ``mha-fast demo`` shows it at work.
 
 from importlib.metadata import version as _version
 
+from . import _cpus
+
 try:
-    from . import _core as _core
+    with _cpus.unbound():
+        from . import _core as _core
 except ImportError as error:
     from pathlib import Path as _Path
 
@@ -63,4 +66,5 @@ __all__ = [
     "show_config",
 ]
 
+_core.limit_default_threads(_cpus.cpu_quota() or 0)
 _choose_isa()

@@ -7,7 +7,7 @@ import numpy as np
 
 from . import _arguments, _checks, _core
 from ._typing import Array, ArrayLike, Window
-from .config import get_num_threads
+from .config import threads_asked_for
 
 
 def attention(
@@ -398,4 +398,4 @@ def _is_plain_view(x: Array) -> bool:
 def _run(call: _arguments.Call, out: Array, lse: Array | None) -> None:
     """Run the kernel, unless there is nothing to compute."""
     if out.size or (lse is not None and lse.size):
-        _core.attend(call, _checks.bits(out), lse, call.n_thread or get_num_threads())
+        _core.attend(call, _checks.bits(out), lse, call.n_thread or threads_asked_for())

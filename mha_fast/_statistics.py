@@ -10,7 +10,7 @@ import numpy as np
 from . import _arguments, _checks, _core
 from ._statistics_record import HeadStatistics
 from ._typing import Array, ArrayLike, Window
-from .config import get_num_threads
+from .config import threads_asked_for
 
 __all__ = ["HeadStatistics", "head_statistics"]
 
@@ -132,7 +132,7 @@ def head_statistics(
     rows = np.empty((*call.lse_shape, N_FIXED + len(what.offsets) + n_set))
     if rows.size:
         call.statistics = what
-        _core.attend(call, rows, None, call.n_thread or get_num_threads())
+        _core.attend(call, rows, None, call.n_thread or threads_asked_for())
     position = np.arange(n_query)
     if call.query_offset is not None:
         position = position + call.query_offset[..., None, None]

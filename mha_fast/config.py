@@ -1,12 +1,10 @@
 """Threads, the instruction set, and what this build is."""
 
 import os
-import re
 import sys
-from pathlib import Path
 from typing import Any
 
-from . import _core
+from . import _core, _cpus
 from ._checks import positive_int
 
 _n_thread: int | None = None
@@ -18,10 +16,18 @@ def get_num_threads() -> int:
     Returns
     -------
     int
-        What `set_num_threads` was given last; before that what the OpenMP runtime says, which
-        follows ``OMP_NUM_THREADS`` and the CPUs this process may run on.
+        What `set_num_threads` was given last; before that ``OMP_NUM_THREADS``, or what the OpenMP
+        runtime says, but no more than the CPUs this process may run on and the CPU time that its
+        control group may use. 1 in a child of `os.fork`, see the page on threads.
     """
-    return _core.default_threads() if _n_thread is None else _n_thread
+    if _n_thread is None or _core.is_forked():
+        return _core.default_threads()
+    return _n_thread
+
+
+def threads_asked_for() -> int:
+    """Return what `set_num_threads` was given last, 0 for nothing: then the kernel decides."""
+    return _n_thread or 0
 
 
 def set_num_threads(n: int | None) -> None:
@@ -30,7 +36,7 @@ def set_num_threads(n: int | None) -> None:
     Parameters
     ----------
     n : int or None
-        At least 1. None goes back to what the OpenMP runtime says. Results do not depend on it.
+        At least 1. None goes back to the default. Results do not depend on it.
 
     Raises
     ------
@@ -62,7 +68,7 @@ def config_info() -> dict[str, Any]:
         "isas_built": _core.built_isas(),
         "openmp": _core.has_openmp(),
         "num_threads": get_num_threads(),
-        "openmp_runtimes": _openmp_runtimes(),
+        "openmp_runtimes": _cpus.openmp_runtimes(),
     }
 
 
@@ -95,11 +101,3 @@ def choose_isa() -> None:
             _core.use_isa(name)
         except ValueError as error:
             raise ImportError(f"environment variable MHA_FAST_ISA={name}: {error}") from None
-
-
-def _openmp_runtimes() -> list[str]:
-    maps = Path("/proc/self/maps")
-    if not maps.exists():
-        return []
-    paths = re.findall(r"/\S*/lib(?:gomp|omp|iomp5)[-.]\S*", maps.read_text())
-    return sorted(set(paths))

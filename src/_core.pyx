@@ -32,13 +32,14 @@ All arithmetic is in the tile functions; this code decides what is visited, and 
 from cpython.buffer cimport (
     PyBUF_STRIDED_RO, PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer,
 )
-from cython.parallel cimport prange, threadid
+from cython.parallel cimport parallel, prange, threadid
 from libc.math cimport INFINITY, fabs
 from libc.stdint cimport int64_t, uint8_t
 from libc.stdlib cimport free, malloc, qsort
 from libc.string cimport memset
 
 from kernels cimport *
+from threads cimport *
 
 cdef extern from "stdlib.h" nogil:
     void *aligned_alloc(size_t alignment, size_t size)
@@ -58,23 +59,74 @@ include "loop/decode.pxi"
 include "loop/statistics.pxi"
 
 
-# ------------------------------------------------------------------------------------------------- the parallel region
+# ---------------------------------------------------------------------------------------------------- how many threads
 
-cdef int team_size(const mha_problem *p, const mha_kernels *k, int wanted) noexcept nogil:
-    """One thread where a second one does not pay; otherwise what is wanted and possible.
+cdef double seconds_alone(const mha_problem *p, const mha_kernels *k) noexcept nogil:
+    """About how long one thread takes, at the rates of a slow core: 60 giga multiply-adds, 10 gigabytes of K and V a second.
 
-    Waking a team that has gone to sleep costs tens of microseconds, hence the 50.  The rates are a slow core's: 60 giga
-    multiply-adds and 10 gigabytes of K and V a second.  Only sizes and lengths count, so equal calls run alike.
+    Only sizes and lengths count, so equal calls run alike.
     """
     cdef double madds = 0, n_byte = 0, width = p.head_width + p.value_width
     cdef ptrdiff_t batch
     for batch in range(p.n_batch):
         madds += <double>p.n_head * queries_of(p, batch) * keys_of(p, batch) * width
         n_byte += <double>p.n_kv_head * keys_of(p, batch) * width * k.stored_size
-    if wanted < 2 or madds / 60e9 + n_byte / 10e9 < 50e-6:
-        return 1
-    return mha_threads_usable(wanted)
+    return madds / 60e9 + n_byte / 10e9
 
+
+cdef int team_size(const mha_problem *p, const mha_kernels *k, int wanted) noexcept nogil:
+    """One thread where a second one does not pay: waking a team that has gone to sleep costs tens of microseconds."""
+    cdef double seconds = seconds_alone(p, k)
+    return 1 if wanted == 1 or seconds < 50e-6 else mha_threads_for(wanted, seconds)
+
+
+# ------------------------------------------------------------------------------------------------ stopping in the middle
+
+cdef extern from "Python.h":
+    int PyErr_CheckSignals()  # without `except`: the error waits until the threads have met
+
+cdef enum:
+    # Products of a row and a key after which the calling thread looks at the clock: 10 to 100 microseconds.
+    UNWATCHED_WORK = 100_000
+
+cdef int64_t SIGNAL_INTERVAL = 50 * 1000 * 1000  # nanoseconds
+
+cdef struct watch:
+    # What the calling thread does beside its tasks: it lets Python look for signals now and then.
+    bint can_answer                  # this thread is the one that Python tells of signals
+    int64_t next_look
+    ptrdiff_t work                   # since the clock was read
+    int stopped                      # a signal's handler raised; nobody begins another task
+
+
+cdef void begin_watch(watch *look) noexcept nogil:
+    look.can_answer = mha_is_main_thread()
+    look.next_look = mha_clock() + SIGNAL_INTERVAL if look.can_answer else 0
+    look.work = look.stopped = 0
+
+
+cdef void answer_signals(watch *look) noexcept nogil:
+    cdef int raised
+    if mha_clock() < look.next_look:
+        return
+    with gil:
+        raised = PyErr_CheckSignals()
+    if raised:
+        mha_raise_flag(&look.stopped)
+    look.next_look = mha_clock() + SIGNAL_INTERVAL
+
+
+cdef inline bint may_go_on(watch *look, int thread, ptrdiff_t work) noexcept nogil:
+    """Whether a thread may begin a task of so much work; 0 is the calling thread."""
+    if thread == 0 and look.can_answer:
+        look.work += work
+        if look.work > UNWATCHED_WORK:
+            look.work = 0
+            answer_signals(look)
+    return not mha_is_raised(&look.stopped)
+
+
+# ------------------------------------------------------------------------------------------------- the parallel region
 
 cdef inline void run_task(workspace *w, const mha_problem *p, const mha_kernels *k, const plan *work,
                           ptrdiff_t i) noexcept nogil:
@@ -144,37 +196,50 @@ cdef size_t lay_out_call(void *base, workspace **space, plan *work, const mha_pr
     return a.used + n_thread * thread_size
 
 
-cdef void run_alone(workspace *w, const mha_problem *p, const mha_kernels *k, const plan *work,
-                    ptrdiff_t n_range) noexcept nogil:
+cdef void run_alone(workspace *w, const mha_problem *p, const mha_kernels *k, const plan *work, ptrdiff_t n_range,
+                    watch *look) noexcept nogil:
     """All of the work on the calling thread: a parallel region makes a system call, even for a team of one."""
     cdef ptrdiff_t i, n_task_head = p.n_batch * p.n_kv_head
     for i in range(work.n_task):
-        run_task(w, p, k, work, i)
+        if may_go_on(look, 0, work.tasks[i].cost):
+            run_task(w, p, k, work, i)
     if work.has_splits:
         for i in range(n_task_head):
             combine_if_split(w, p, k, work, i)
     for i in range(n_task_head * n_range):
-        receive(w, p, k, i // n_range, i % n_range)
+        if may_go_on(look, 0, p.n_query * RECEIVED_KEYS):
+            receive(w, p, k, i // n_range, i % n_range)
 
 
-cdef void run_as_team(workspace *w, const mha_problem *p, const mha_kernels *k, const plan *work,
-                      ptrdiff_t n_range, int n_thread) noexcept nogil:
+cdef void run_as_team(workspace *w, const mha_problem *p, const mha_kernels *k, const plan *work, ptrdiff_t n_range,
+                      int n_thread, watch *look) noexcept nogil:
     """The same on several threads, each with a workspace of its own."""
     cdef ptrdiff_t i, n_task_head = p.n_batch * p.n_kv_head
-    for i in prange(work.n_task, schedule="dynamic", chunksize=work.n_together, num_threads=n_thread):
-        run_task(&w[threadid()], p, k, work, i)
-    if work.has_splits:
-        for i in prange(n_task_head, schedule="static", num_threads=n_thread):
-            combine_if_split(&w[threadid()], p, k, work, i)
-    if n_range > 0:
-        for i in prange(n_task_head * n_range, schedule="dynamic", chunksize=1, num_threads=n_thread):
-            receive(&w[threadid()], p, k, i // n_range, i % n_range)
+    cdef int64_t called = mha_clock(), late = 0
+    for i in range(n_thread):  # a runtime may send fewer
+        w[i].arrived = called
+    with parallel(num_threads=n_thread):
+        w[threadid()].arrived = mha_clock()
+        for i in prange(work.n_task, schedule="dynamic", chunksize=work.n_together):
+            if may_go_on(look, threadid(), work.tasks[i].cost):
+                run_task(&w[threadid()], p, k, work, i)
+        if work.has_splits:
+            for i in prange(n_task_head, schedule="static"):
+                combine_if_split(&w[threadid()], p, k, work, i)
+        if n_range > 0:
+            for i in prange(n_task_head * n_range, schedule="dynamic", chunksize=1):
+                if may_go_on(look, threadid(), p.n_query * RECEIVED_KEYS):
+                    receive(&w[threadid()], p, k, i // n_range, i % n_range)
+    for i in range(n_thread):
+        late = max(late, w[i].arrived - called)
+    mha_team_met(n_thread, late)
 
 
 cdef int run(const mha_problem *p, const mha_kernels *k, const mha_matrix *matrix, int wanted) except -1:
     """Plan, allocate, compute."""
     cdef plan work
     cdef workspace *space
+    cdef watch look
     cdef int n_thread = team_size(p, k, wanted)
     memset(&work, 0, sizeof(work))
     work.matrix = matrix
@@ -183,6 +248,8 @@ cdef int run(const mha_problem *p, const mha_kernels *k, const mha_matrix *matri
         work.min_keys = MHA_MATRIX_PANEL if matrix_from < 0 else 1
     count_tasks(&work, p, k, n_thread)
     n_thread = <int>max(min(n_thread, work.n_task), 1)
+    if n_thread > 1:
+        n_thread = mha_threads_startable(n_thread)
     cdef ptrdiff_t n_range = ceil_divide(p.n_key, RECEIVED_KEYS) if p.received != NULL else 0
     cdef size_t size = lay_out_call(NULL, &space, &work, p, k, n_thread)
     cdef char *memory = take_memory(&size)
@@ -190,15 +257,15 @@ cdef int run(const mha_problem *p, const mha_kernels *k, const mha_matrix *matri
         raise MemoryError(f"no memory for {work.n_task} tasks, the workspace of {n_thread} threads and {work.n_partial} "
                           f"partial results: {size} bytes")
     lay_out_call(memory, &space, &work, p, k, n_thread)
-    mha_threads_used(n_thread)
     with nogil:
         list_tasks(&work, p, k, n_thread)
+        begin_watch(&look)
         if n_thread == 1:
-            run_alone(space, p, k, &work, n_range)
+            run_alone(space, p, k, &work, n_range, &look)
         else:
-            run_as_team(space, p, k, &work, n_range, n_thread)
+            run_as_team(space, p, k, &work, n_range, n_thread, &look)
     give_back_memory(memory, size)
-    return 0
+    return -1 if look.stopped else 0
 
 
 # ---------------------------------------------------------------------------------------------------- Python's entrance
@@ -426,17 +493,27 @@ def has_openmp():
 
 
 def default_threads():
-    """Threads that the OpenMP runtime would use."""
+    """Threads that a call uses where nobody asked for a number."""
     return mha_threads_default()
 
 
+def limit_default_threads(int most):
+    """Bound that number, unless OMP_NUM_THREADS gives it; 0: no bound."""
+    mha_limit_default_threads(most)
+
+
+def is_forked():
+    """Whether this process came out of a fork() since the import; it works on one thread."""
+    return mha_is_forked()
+
+
 def measure_fma_peak(int n_thread=1, ptrdiff_t n_round=300_000):
-    """GFLOP/s of independent float32 multiply-adds on n_thread threads: what speeds are mask_cache against."""
+    """GFLOP/s of independent float32 multiply-adds on n_thread threads: what speeds are held against."""
     from time import perf_counter
     cdef double operations = 0
     cdef int _
     start = perf_counter()
-    mha_threads_used(n_thread)
+    n_thread = mha_threads_startable(n_thread)
     with nogil:
         for _ in prange(n_thread, schedule="static", chunksize=1, num_threads=n_thread):
             operations += chosen.multiply_add_rounds(n_round)
@@ -451,11 +528,12 @@ def measure_matrix_peak(int n_thread=1, ptrdiff_t n_round=100_000):
     if chosen.matrix_rounds == NULL:
         return None
     start = perf_counter()
-    mha_threads_used(n_thread)
+    n_thread = mha_threads_startable(n_thread)
     with nogil:
         for _ in prange(n_thread, schedule="static", chunksize=1, num_threads=n_thread):
             operations += chosen.matrix_rounds(n_round)
     return operations / (perf_counter() - start) / 1e9
 
 
+mha_threads_begin()
 use_isa(available_isas()[-1])

@@ -307,12 +307,6 @@ extern const mha_isa *const mha_built[];
 extern const int mha_n_built;
 int mha_runnable(const mha_isa *isa);
 
-/* threads.c */
-int mha_threads_default(void);
-int mha_threads_usable(int wanted);   /* fewer where a team would hang: see threads.c */
-void mha_threads_used(int n_thread);
-int mha_has_openmp(void);
-
 #ifdef __cplusplus
 }
 #endif

@@ -209,7 +209,3 @@ cdef extern from "kernels.h" nogil:
     const mha_isa *const mha_built[]
     const int mha_n_built
     int mha_runnable(const mha_isa *)
-    int mha_threads_default()
-    int mha_threads_usable(int)
-    void mha_threads_used(int)
-    int mha_has_openmp()

@@ -42,6 +42,7 @@ cdef struct mask_cache:
     int holds
 
 cdef struct workspace:
+    int64_t arrived                  # when its thread came to the team
     sub_tile *sub
     void *score
     void *block_maximum
