@@ -9,8 +9,7 @@
 #include <cpuid.h>
 
 /* Not every compiler lets __builtin_cpu_supports() ask for it: Clang 14 does not. */
-static int has_f16c(void)
-{
+static int has_f16c(void) {
     unsigned a, b, c, d;
 
     return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
@@ -26,22 +25,19 @@ enum {
     TILE_STATES = 3 << 17
 };
 
-static int has_matrix_unit(void)
-{
+static int has_matrix_unit(void) {
     unsigned a, b, c, d, low, high;
 
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(c & AVX512_VBMI2) || (d & TILES_AND_FP16) != TILES_AND_FP16)
         return 0;
-    if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a & AVX512_BF16))
-        return 0;
+    if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a & AVX512_BF16)) return 0;
     __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
     return (low & TILE_STATES) == TILE_STATES;
 }
 
 /* Linux keeps the 8 KB of tile registers for processes that have asked (Documentation/arch/x86/xstate.rst).  It
  * refuses, for instance, where a signal stack is too small to hold them. */
-static int may_use_tiles(void)
-{
+static int may_use_tiles(void) {
     enum { REQUEST = 0x1023, TILE_DATA = 18 };
 
     return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
@@ -70,31 +66,26 @@ const mha_isa *const mha_built[] = {
 const int mha_n_built = sizeof mha_built / sizeof mha_built[0];
 
 #if defined(MHA_HAVE_AVX512)
-static int has_avx512(void)
-{
+static int has_avx512(void) {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
            __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma") &&
            has_f16c();
 }
 #endif
 
-int mha_runnable(const mha_isa *isa)
-{
+int mha_runnable(const mha_isa *isa) {
 #if defined(MHA_HAVE_AVX2) || defined(MHA_HAVE_AVX512)
     /* The compiler's run-time library also asks the operating system (XGETBV) whether it keeps the wide registers. */
     __builtin_cpu_init();
 #endif
 #if defined(MHA_HAVE_AVX2)
-    if (isa == &mha_isa_avx2)
-        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
+    if (isa == &mha_isa_avx2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
 #endif
 #if defined(MHA_HAVE_AVX512)
-    if (isa == &mha_isa_avx512)
-        return has_avx512();
+    if (isa == &mha_isa_avx512) return has_avx512();
 #endif
 #if defined(MHA_HAVE_AMX)
-    if (isa == &mha_isa_amx)
-        return has_avx512() && has_matrix_unit() && may_use_tiles();
+    if (isa == &mha_isa_amx) return has_avx512() && has_matrix_unit() && may_use_tiles();
 #endif
     (void)isa;
     return 1;

@@ -62,12 +62,14 @@ void adjust(void *score_, void *block_maximum_, ptrdiff_t n_row, ptrdiff_t n_key
     const T scale = T(how->score_scale), softcap = T(how->softcap);
     const bool shaped = softcap != 0 || slope, per_row = how->bias_row_stride;
     if (bias && per_row && how->bias_harmless && !shaped && !first) {
-        change_scores<T, ROWS>(score, block_maximum, n_row, n_key, [=](vec<T> s, ptrdiff_t key, int row) __attribute__((always_inline)) {
+        change_scores<T, ROWS>(score, block_maximum, n_row, n_key,
+                               [=](vec<T> s, ptrdiff_t key, int row) __attribute__((always_inline)) {
             return biased_harmlessly<T>(s, scale, load(bias + key * ROWS + row));
         });
         return;
     }
-    change_scores<T, ROWS>(score, block_maximum, n_row, n_key, [=](vec<T> s, ptrdiff_t key, int row) __attribute__((always_inline)) {
+    change_scores<T, ROWS>(score, block_maximum, n_row, n_key,
+                           [=](vec<T> s, ptrdiff_t key, int row) __attribute__((always_inline)) {
         if (shaped || !bias) s = s * scale;
         if (softcap != 0) s = soft_capped<T>(s, softcap);
         if (slope) s -= load(slope + row) * magnitude<T>(load(distance + row) - T(key));

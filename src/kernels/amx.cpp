@@ -1,10 +1,10 @@
 // The instruction set "amx": the tables of AVX-512, and beside them the matrix unit.
 #define MHA_ISA_NAMESPACE mha_amx
-#include "outliers.h"
 #include "mask.h"
 #include "matrix_tile.h"
-#include "throughput.h"
+#include "outliers.h"
 #include "row_tile.h"
+#include "throughput.h"
 
 namespace {
 namespace MHA_ISA_NAMESPACE {

@@ -60,7 +60,8 @@ MHA_INLINE void dot_products(vec<T> *product, ptrdiff_t product_stride, const T 
     }
     if (d < width) fetch(d);
     for (; d + lanes<T> <= width; d += lanes<T>) add(d, whole);
-    if (d < width) add(d, [=](const S *p) __attribute__((always_inline)) { return load_stored_first<T>(p, width - d); });
+    if (d < width)
+        add(d, [=](const S *p) __attribute__((always_inline)) { return load_stored_first<T>(p, width - d); });
     MHA_UNROLL for (int r = 0; r < N_ROW; r++) {
         MHA_UNROLL for (int j = 0; j < N_KEY; j++) product[r * product_stride + j] = sum[r][j];
     }
@@ -68,7 +69,7 @@ MHA_INLINE void dot_products(vec<T> *product, ptrdiff_t product_stride, const T 
 
 template <class T, class S>
 void decode_scores(void *score_, const void *query_, ptrdiff_t n_row, const char *key, ptrdiff_t key_stride,
-                ptrdiff_t n_key, ptrdiff_t width) {
+                   ptrdiff_t n_key, ptrdiff_t width) {
     const T *query = (const T *)query_;
     const ptrdiff_t ahead = bytes_ahead(key_stride, width * ptrdiff_t(sizeof(S)));
     constexpr int most_rows = lanes<T> < 4 ? lanes<T> : 4;
@@ -145,7 +146,7 @@ MHA_INLINE void add_values(T *sum, ptrdiff_t sum_stride, const T *weight, const 
 
 template <class T, class S>
 void decode_values(void *sum_, const void *weight_, ptrdiff_t n_row, const char *value, ptrdiff_t value_stride,
-                ptrdiff_t n_key, ptrdiff_t width) {
+                   ptrdiff_t n_key, ptrdiff_t width) {
     constexpr int accumulators = MHA_ACCUMULATORS >= 16 ? 16 : 8;
     constexpr ptrdiff_t vector_bytes = lanes<T> * sizeof(S);
     const ptrdiff_t stride = padded<T>(width), n_full = width / lanes<T>, rest = width % lanes<T>;
@@ -158,16 +159,17 @@ void decode_values(void *sum_, const void *weight_, ptrdiff_t n_row, const char 
             constexpr int rows = decltype(step)::value;
             T *sum = (T *)sum_ + r * stride;
             const T *weight = (const T *)weight_ + r * MHA_KEY_SPLIT + j;
-            in_steps<accumulators / (rows < 2 ? 2 : rows)>(n_full, [&](auto vectors, ptrdiff_t x) __attribute__((always_inline)) {
+            in_steps<accumulators / (rows < 2 ? 2 : rows)>(
+                n_full, [&](auto vectors, ptrdiff_t x) __attribute__((always_inline)) {
                 add_values<T, S, rows, decltype(vectors)::value>(
-                    sum + x * lanes<T>, stride, weight, block + x * vector_bytes, value_stride, n,
-                    r == 0 ? ahead : 0, [](const S *p) __attribute__((always_inline)) { return load_stored<T>(p); });
+                    sum + x * lanes<T>, stride, weight, block + x * vector_bytes, value_stride, n, r == 0 ? ahead : 0,
+                    [](const S *p) __attribute__((always_inline)) { return load_stored<T>(p); });
             });
             if (rest)
-                add_values<T, S, rows, 1>(
-                    sum + n_full * lanes<T>, stride, weight, block + n_full * vector_bytes, value_stride, n,
-                    r == 0 ? ahead : 0,
-                    [=](const S *p) __attribute__((always_inline)) { return load_stored_first<T>(p, rest); });
+                add_values<T, S, rows, 1>(sum + n_full * lanes<T>, stride, weight, block + n_full * vector_bytes,
+                                          value_stride, n, r == 0 ? ahead : 0,
+                                          [=](const S *p)
+                                              __attribute__((always_inline)) { return load_stored_first<T>(p, rest); });
         });
     }
 }
@@ -175,7 +177,7 @@ void decode_values(void *sum_, const void *weight_, ptrdiff_t n_row, const char 
 // Adds in the same order as decode_values, so that an excluded value leaves no trace in the last bit either.
 template <class T, class S>
 void decode_values_guarded(void *sum_, const void *weight_, const void *visible_, ptrdiff_t n_row, const char *value,
-                        ptrdiff_t value_stride, ptrdiff_t n_key, ptrdiff_t width) {
+                           ptrdiff_t value_stride, ptrdiff_t n_key, ptrdiff_t width) {
     memset(sum_, 0, n_row * padded<T>(width) * sizeof(T));
     for (ptrdiff_t r = 0; r < n_row; r++) {
         const T *weight = (const T *)weight_ + r * MHA_KEY_SPLIT, *visible = (const T *)visible_ + r * MHA_KEY_SPLIT;
@@ -197,7 +199,7 @@ void decode_values_guarded(void *sum_, const void *weight_, const void *visible_
 
 template <class T, class S>
 void decode_combine(char *out, const void *sum, const void *maximum, const void *total, ptrdiff_t partial_stride,
-               ptrdiff_t n_partial, ptrdiff_t width, double exp_scale, void *work, const mha_finish *how) {
+                    ptrdiff_t n_partial, ptrdiff_t width, double exp_scale, void *work, const mha_finish *how) {
     T *factor = (T *)work;
     auto partial = [=](const void *first, ptrdiff_t i) { return row_at<T>((const char *)first, partial_stride, i); };
     double highest = minus_infinity, sum_total = 0;

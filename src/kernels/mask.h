@@ -178,7 +178,8 @@ inline int gather_bools(char *block, const char *const *row, ptrdiff_t n_row, pt
 
 // Only a block that holds both is worth the rest of the work.
 template <class T, int ROWS>
-int read_bool_tile(T *bias, char *block, const char *const *row, ptrdiff_t n_row, ptrdiff_t key_stride, ptrdiff_t n_key) {
+int read_bool_tile(T *bias, char *block, const char *const *row, ptrdiff_t n_row, ptrdiff_t key_stride,
+                   ptrdiff_t n_key) {
     static_assert(ROWS <= MHA_VECTOR_BYTES, "the block fits the working memory of mask_tile");
     const int holds = gather_bools(block, row, n_row, key_stride, n_key);
     if (holds != (MHA_MASK_VISIBLE | MHA_MASK_EXCLUDED)) return holds;

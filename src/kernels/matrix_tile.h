@@ -10,8 +10,8 @@
 #pragma once
 
 #include "adjust.h"
-#include "terms.h"
 #include "short_scores.h"
+#include "terms.h"
 
 namespace {
 namespace MHA_ISA_NAMESPACE {
@@ -84,7 +84,8 @@ template <int N_PRODUCT> struct weighing {
         n_unit = item->n_panel * panel_keys;
         MHA_UNROLL for (int half = 0; half < 2; half++) {
             float *maximum = item->maximum + half * tile_edge;
-            const vec<float> old = load(maximum), now = larger<float>(load(item->block_maximum + half * tile_edge), old);
+            const vec<float> old = load(maximum),
+                             now = larger<float>(load(item->block_maximum + half * tile_edge), old);
             store(maximum, now);
             // as in the row tiles: no -inf - -inf
             base[half] = now == -infinity<float> ? vec<float>{} : now;
@@ -169,8 +170,9 @@ struct maximum_scan {
     }
     MHA_INLINE void up_to(ptrdiff_t end) {
         for (end = end < n ? end : n; done < end; done++) {
-            MHA_UNROLL for (int half = 0; half < 2; half++)
+            MHA_UNROLL for (int half = 0; half < 2; half++) {
                 highest[half] = larger<float>(highest[half], load(score + done * matrix_rows + half * tile_edge));
+            }
         }
     }
     MHA_INLINE void finish(mha_matrix_item *item) {
@@ -180,8 +182,12 @@ struct maximum_scan {
     }
 };
 
-template <bool SHORT, class A, class B> struct choice { typedef A type; };
-template <class A, class B> struct choice<true, A, B> { typedef B type; };
+template <bool SHORT, class A, class B> struct choice {
+    typedef A type;
+};
+template <class A, class B> struct choice<true, A, B> {
+    typedef B type;
+};
 
 // UNITS of the weighing are done beside each block product, where the scores are short only in the second half:
 // in the first, the next scores are shortened.
@@ -199,7 +205,8 @@ template <int N_PRODUCT, int UNITS, bool NEXT_SHORT, bool NOW_SHORT> void step_o
     if constexpr (NEXT_SHORT) scan.begin(next, pipe->passing, float(pipe->exp_scale));
     else scan.begin(next);
 
-    auto multiply = [&](auto units, const uint16_t *a, const uint16_t *b, bool fresh, const auto &extra) __attribute__((always_inline)) {
+    auto multiply = [&](auto units, const uint16_t *a, const uint16_t *b, bool fresh, const auto &extra)
+                        __attribute__((always_inline)) {
         constexpr int n_unit = decltype(units)::value;
         const bool weigh = n_unit > 0 && weights.done < weights.n_unit;
         add_products<N_PRODUCT>(a, b, fresh, pending, [&](auto slot) __attribute__((always_inline)) {
@@ -222,11 +229,13 @@ template <int N_PRODUCT, int UNITS, bool NEXT_SHORT, bool NOW_SHORT> void step_o
         for (ptrdiff_t g = 0; g < next->n_panel; g++) {
             for (ptrdiff_t c = 0; c < n_query_chunk; c++, block++)
                 multiply(number<NOW_SHORT ? 0 : UNITS>{}, key + block * block_numbers,
-                         (const uint16_t *)next->query + c * block_numbers, c == 0, [&]() __attribute__((always_inline)) {
-                             sums.up_to(block * sums_per_block);
-                             // Group g - 1 is in memory by now.
-                             if constexpr (NEXT_SHORT) scan.up_to(g > 0 ? (g - 1) * panel_keys + (c + 1) * panel_keys / n_query_chunk : 0);
-                         });
+                         (const uint16_t *)next->query + c * block_numbers, c == 0,
+                         [&]() __attribute__((always_inline)) {
+                    sums.up_to(block * sums_per_block);
+                    // Group g - 1 is in memory by now.
+                    if constexpr (NEXT_SHORT)
+                        scan.up_to(g > 0 ? (g - 1) * panel_keys + (c + 1) * panel_keys / n_query_chunk : 0);
+                });
             pending = NEXT_SHORT ? pipe->passing + g % MHA_MATRIX_PASSING * panel_keys * matrix_rows
                                  : next->score + g * panel_keys * matrix_rows;
         }
@@ -243,9 +252,11 @@ template <int N_PRODUCT, int UNITS, bool NEXT_SHORT, bool NOW_SHORT> void step_o
         const ptrdiff_t scan_per_block = n_block > 1 ? (left + n_block - 2) / (n_block - 1) : 0;
         ptrdiff_t block = 0;
         for (ptrdiff_t c = 0; c < n_value_chunk; c++) {
-            const uint16_t *value = (const uint16_t *)before->value + c * (products<N_PRODUCT>::block_keys / panel_keys) * block_numbers;
+            const uint16_t *value =
+                (const uint16_t *)before->value + c * (products<N_PRODUCT>::block_keys / panel_keys) * block_numbers;
             for (ptrdiff_t g = 0; g < before->n_panel; g++, block++)
-                multiply(number<NOW_SHORT ? 2 * UNITS : UNITS>{}, value + g * block_numbers, weight + g * block_numbers, g == 0,
+                multiply(number<NOW_SHORT ? 2 * UNITS : UNITS>{}, value + g * block_numbers, weight + g * block_numbers,
+                         g == 0,
                          [&]() __attribute__((always_inline)) { scan.up_to(shortened + block * scan_per_block); });
             pending = pipe->product + c * tile_depth * matrix_rows;
         }
@@ -260,7 +271,8 @@ template <int N_PRODUCT, int UNITS, bool NEXT_SHORT, bool NOW_SHORT> void step_o
 
 template <int N_PRODUCT, int UNITS> void step_with(mha_pipeline *pipe) {
     if constexpr (N_PRODUCT == 1) {
-        const bool next_short = pipe->in_scores && pipe->in_scores->short_scores, now_short = pipe->in_softmax && pipe->in_softmax->short_scores;
+        const bool next_short = pipe->in_scores && pipe->in_scores->short_scores,
+                   now_short = pipe->in_softmax && pipe->in_softmax->short_scores;
         if (next_short && now_short) return step_of<N_PRODUCT, UNITS, true, true>(pipe);
         if (next_short) return step_of<N_PRODUCT, UNITS, true, false>(pipe);
         if (now_short) return step_of<N_PRODUCT, UNITS, false, true>(pipe);

@@ -11,7 +11,8 @@ namespace MHA_ISA_NAMESPACE {
 
 template <class S> float dot_product(const S *a, const S *b, ptrdiff_t width) {
     vec<float> sum = {};
-    for (ptrdiff_t d = 0; d < width; d += lanes<float>) sum += load_some(a + d, width - d) * load_some(b + d, width - d);
+    for (ptrdiff_t d = 0; d < width; d += lanes<float>)
+        sum += load_some(a + d, width - d) * load_some(b + d, width - d);
     return lane_sum<float>(sum);
 }
 
@@ -31,7 +32,8 @@ void repair_scores(float *score, const char *const *query, ptrdiff_t n_row, doub
 
 // The weights of key j in rows 16 * half ... as they were split.
 template <int N_TERM> MHA_INLINE vec<float> joined_weights(const uint16_t *weight, ptrdiff_t j, int half) {
-    const uint16_t *at = weight + j / panel_keys * N_TERM * term_numbers + half * tile_numbers + j % tile_edge * tile_depth;
+    const uint16_t *at =
+        weight + j / panel_keys * N_TERM * term_numbers + half * tile_numbers + j % tile_edge * tile_depth;
     vec<float> sum = {};
     MHA_UNROLL for (int p = N_TERM - 1; p >= 0; p--) {
         const float_bits pair = (float_bits)load((const float *)(at + p * term_numbers));

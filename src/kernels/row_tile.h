@@ -9,9 +9,7 @@ namespace {
 namespace MHA_ISA_NAMESPACE {
 
 // Keys (or features) whose accumulators fit the registers beside `vectors` vectors of rows.
-constexpr int keys_per_step(int vectors) {
-    return MHA_ACCUMULATORS / vectors > 16 ? 16 : MHA_ACCUMULATORS / vectors;
-}
+constexpr int keys_per_step(int vectors) { return MHA_ACCUMULATORS / vectors > 16 ? 16 : MHA_ACCUMULATORS / vectors; }
 
 // rows -> [width][tile_rows], times scale.  Lanes without a row repeat the last one; nobody looks at their results.
 template <class T, class S>
@@ -37,7 +35,8 @@ void pack_query(void *query_, const char *const *row, ptrdiff_t n_row, ptrdiff_t
         };
         ptrdiff_t d = 0;
         for (; d + n_element <= width; d += n_element, query += n_element * tile_rows<T>) {
-            load_transposed<T>(square, [&](int i) __attribute__((always_inline)) { return (const T *)(source[i] + d); });
+            load_transposed<T>(square,
+                               [&](int i) __attribute__((always_inline)) { return (const T *)(source[i] + d); });
             pack(n_element);
         }
         if (d == width) continue;
@@ -88,8 +87,8 @@ MHA_INLINE void score_step(T *score, vec<T> (&highest)[VECTORS], const T *query,
 }
 
 template <class T>
-void scores(void *score_, void *block_maximum_, const void *query_, ptrdiff_t n_row, const char *key, ptrdiff_t key_stride,
-            ptrdiff_t n_key, ptrdiff_t width, const mha_prefetch *ahead) {
+void scores(void *score_, void *block_maximum_, const void *query_, ptrdiff_t n_row, const char *key,
+            ptrdiff_t key_stride, ptrdiff_t n_key, ptrdiff_t width, const mha_prefetch *ahead) {
     T *score = (T *)score_, *block_maximum = (T *)block_maximum_;
     const T *query = (const T *)query_;
     with_vectors<T>(n_row, [=](auto vectors) __attribute__((always_inline)) {
@@ -124,7 +123,7 @@ void softmax(void *score_, const void *block_maximum_, void *maximum_, void *tot
             store(rescale + x * lanes<T>, exp2_nonpositive<T>((old - base[x]) * exp_scale));
             even[x] = odd[x] = vec<T>{};
         }
-        auto weigh = [&](ptrdiff_t j, vec<T> (&sum)[n_vector]) __attribute__((always_inline)) {
+        auto weigh = [&](ptrdiff_t j, vec<T>(&sum)[n_vector]) __attribute__((always_inline)) {
             MHA_UNROLL for (int x = 0; x < n_vector; x++) {
                 T *at = score + j * tile_rows<T> + x * lanes<T>;
                 vec<T> weight = exp2_nonpositive<T>((load(at) - base[x]) * exp_scale);
@@ -251,8 +250,9 @@ void finish(char *const *out, void *sum_, const void *maximum, const void *total
             write(d * per_line);
         }
         if (d == n_line) continue;
-        MHA_UNROLL for (int i = 0; i < lanes<T>; i++)
+        MHA_UNROLL for (int i = 0; i < lanes<T>; i++) {
             square[i] = d + i < n_line ? load(line + (d + i) * ROWS) : vec<T>{};
+        }
         transpose<T>(square);
         write(d * per_line);
     }
@@ -260,10 +260,12 @@ void finish(char *const *out, void *sum_, const void *maximum, const void *total
 
 // [lanes keys][lanes rows] -> n_row rows of n elements each, at out[row] + offset
 template <class T, class S>
-MHA_INLINE void store_rows(char *const *out, ptrdiff_t offset, vec<T> (&square)[lanes<T>], ptrdiff_t n_row, ptrdiff_t n) {
+MHA_INLINE void store_rows(char *const *out, ptrdiff_t offset, vec<T> (&square)[lanes<T>], ptrdiff_t n_row,
+                           ptrdiff_t n) {
     transpose<T>(square);
-    MHA_UNROLL for (int i = 0; i < lanes<T>; i++)
+    MHA_UNROLL for (int i = 0; i < lanes<T>; i++) {
         if (i < n_row) store_stored_first<T>((S *)out[i] + offset, square[i], n);
+    }
 }
 
 template <class T, class S>
@@ -278,8 +280,8 @@ void store_weights(char *const *out, const void *score_, const void *maximum_, c
             for (int i = 0; i < lanes<T>; i++) {
                 const vec<T> s = j + i < n_key ? load(score + (j + i) * tile_rows<T> + r) : splat(-infinity<T>);
                 // an excluded key has weight 0 even in a row whose other weights are NaN
-                square[i] = s == -infinity<T> ? vec<T>{}
-                                              : exp2_nonpositive<T>((s - base) * exp_scale) * load(factor + r);
+                square[i] =
+                    s == -infinity<T> ? vec<T>{} : exp2_nonpositive<T>((s - base) * exp_scale) * load(factor + r);
             }
             store_rows<T, S>(out + r, j, square, n_row - r, n_key - j);
         }

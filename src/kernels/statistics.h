@@ -28,7 +28,8 @@ MHA_INLINE void move_maximum(mha_moments *sums, const T *block_maximum, ptrdiff_
 }
 
 template <class T>
-void measure(mha_moments *sums, void *score_, const void *block_maximum, ptrdiff_t n_row, const mha_measured_block *block) {
+void measure(mha_moments *sums, void *score_, const void *block_maximum, ptrdiff_t n_row,
+             const mha_measured_block *block) {
     const T exp_scale = T(block->exp_scale), negligible = T(-1100);  // log2 below which 2**x is 0 in either type
     T found[tile_rows<T>];
     for (ptrdiff_t row = 0; row < n_row; row += lanes<T>) {

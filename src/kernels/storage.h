@@ -7,8 +7,12 @@
 namespace {
 namespace MHA_ISA_NAMESPACE {
 
-struct float16 { uint16_t bits; };
-struct bfloat16 { uint16_t bits; };
+struct float16 {
+    uint16_t bits;
+};
+struct bfloat16 {
+    uint16_t bits;
+};
 
 // Half a vector of 16-bit patterns beside a vector of the floats they stand for.
 typedef uint16_t half_bits __attribute__((vector_size(MHA_VECTOR_BYTES / 2)));
@@ -40,9 +44,7 @@ MHA_INLINE float_bits rounded(vec<float> v) {
     const float_bits bits = (float_bits)v, nan = bits | 0x400000;  // quiet, and never rounded up into Inf
     return v != v ? nan : bits + 0x7fff + ((bits >> 16) & 1);
 }
-MHA_INLINE half_bits narrowed(vec<float> v, bfloat16) {
-    return shortened(rounded(v) >> 16);
-}
+MHA_INLINE half_bits narrowed(vec<float> v, bfloat16) { return shortened(rounded(v) >> 16); }
 
 #if defined(__AVX512F__)
 MHA_INLINE vec<float> widened(half_bits h, float16) { return (vec<float>)_mm512_cvtph_ps((__m256i)h); }
@@ -109,8 +111,7 @@ MHA_INLINE void widen_pairs(vec<float> pairs, vec<float> &first, vec<float> &sec
     second = (vec<float>)((float_bits)pairs & 0xffff0000);
 }
 template <class S> MHA_INLINE vec<float> narrow_pairs(vec<float> first, vec<float> second, S) {
-    return (vec<float>)(extended(narrowed(first, S{}))
-                        | extended(narrowed(second, S{})) << 16);
+    return (vec<float>)(extended(narrowed(first, S{})) | extended(narrowed(second, S{})) << 16);
 }
 MHA_INLINE vec<float> narrow_pairs(vec<float> first, vec<float> second, bfloat16) {
     return (vec<float>)(rounded(first) >> 16 | (rounded(second) & 0xffff0000));
@@ -135,8 +136,9 @@ int all_finite(const char *data, ptrdiff_t stride, ptrdiff_t n_row, ptrdiff_t wi
     for (ptrdiff_t r = 0; r < n_row; r++) {
         const S *row = row_at<S>(data, stride, r);
         in_steps<4>(width / lanes<T>, [&](auto step, ptrdiff_t x) __attribute__((always_inline)) {
-            MHA_UNROLL for (int i = 0; i < decltype(step)::value; i++)
+            MHA_UNROLL for (int i = 0; i < decltype(step)::value; i++) {
                 zero[i] += load_stored<T>(row + (x + i) * lanes<T>) * T(0);
+            }
         });
         const ptrdiff_t rest = width % lanes<T>;
         if (rest) zero[0] += load_stored_first<T>(row + width - rest, rest) * T(0);

@@ -3,9 +3,9 @@
 //   MHA_ISA_NAMESPACE   where everything else lives, inside an unnamed namespace
 #include "decode.h"
 #include "mask.h"
-#include "throughput.h"
 #include "row_tile.h"
 #include "statistics.h"
+#include "throughput.h"
 
 namespace {
 namespace MHA_ISA_NAMESPACE {
@@ -67,9 +67,5 @@ extern "C" const mha_kernels MHA_JOIN(mha_kernels_, MHA_ISA)[] = {
 };
 
 extern "C" const mha_isa MHA_JOIN(mha_isa_, MHA_ISA) = {
-    MHA_TEXT(MHA_ISA),
-    MHA_JOIN(mha_kernels_, MHA_ISA),
-    nullptr,
-    MHA_ISA_NAMESPACE::multiply_add_rounds,
-    nullptr,
+    MHA_TEXT(MHA_ISA), MHA_JOIN(mha_kernels_, MHA_ISA), nullptr, MHA_ISA_NAMESPACE::multiply_add_rounds, nullptr,
 };

@@ -21,7 +21,9 @@ namespace MHA_ISA_NAMESPACE {
 // Which products make up one, and how many terms they need.  Each differs from the one before in one operand, so that
 // only this one is loaded.  Blocks have as many keys as is fastest (bench.compare: for one product 256 is 6% slower
 // than 512, and with 1024 the rms error grows by 0.4%; for six, 512 is 6% slower than 256).
-struct term_product { int a, b; };
+struct term_product {
+    int a, b;
+};
 template <int N_PRODUCT> struct products;
 template <> struct products<1> {
     static constexpr int n_term = 1, block_keys = 512;
@@ -125,12 +127,14 @@ mha_packed pack_keys(void *packed, const char *key, ptrdiff_t stride, ptrdiff_t 
     for (ptrdiff_t j = 0; j < (n_key + panel_keys - 1) / panel_keys * panel_keys; j++) {
         const S *row = row_at<S>(key, stride, j);
         const bool present = j < n_key && report.take(row, width, j / panel_keys);
-        uint16_t *at = (uint16_t *)packed + j / panel_keys * n_chunk * n_term * term_numbers + j % panel_keys * tile_depth;
+        uint16_t *at =
+            (uint16_t *)packed + j / panel_keys * n_chunk * n_term * term_numbers + j % panel_keys * tile_depth;
         for (ptrdiff_t c = 0; c < n_chunk; c++) {
             const ptrdiff_t d = c * tile_depth;
             vec<float> pair[n_term] = {};
             if (present)
-                split<n_term>(load_some(row + d, width - d), load_some(row + d + lanes<float>, width - d - lanes<float>), pair);
+                split<n_term>(load_some(row + d, width - d),
+                              load_some(row + d + lanes<float>, width - d - lanes<float>), pair);
             MHA_UNROLL for (int p = 0; p < n_term; p++) store((float *)(at + (c * n_term + p) * term_numbers), pair[p]);
         }
     }
@@ -202,7 +206,8 @@ mha_packed pack_values(void *packed, const char *value, ptrdiff_t stride, ptrdif
                 second[i] = row(panel * panel_keys + tile_edge + i, d);
             }
             store_turned<n_term>((uint16_t *)packed + (d / tile_depth * n_panel + panel) * n_term * term_numbers +
-                                     d / tile_edge % 2 * tile_numbers, first, second);
+                                     d / tile_edge % 2 * tile_numbers,
+                                 first, second);
         }
     }
     return {!all, {}};

@@ -168,7 +168,9 @@ template <class T> MHA_INLINE vec<T> lane_numbers() {
 
 template <int... I> struct indices {};
 template <int N, int... I> struct index_list : index_list<N - 1, N - 1, I...> {};
-template <int... I> struct index_list<0, I...> { typedef indices<I...> type; };
+template <int... I> struct index_list<0, I...> {
+    typedef indices<I...> type;
+};
 
 // From a pair of vectors, the lanes whose number has bit STEP clear (low) or set (high), b's in the places between.
 template <int STEP, class V, int... I> MHA_INLINE V merge_low(V a, V b, indices<I...>) {
@@ -249,16 +251,24 @@ template <class T> MHA_INLINE T lane_sum(vec<T> v) {
 }
 
 // A number known at compile time, handed to a generic lambda as an argument.
-template <int N> struct number { static constexpr int value = N; };
+template <int N> struct number {
+    static constexpr int value = N;
+};
+
+// Calls body(number<n>, i) for n = POWER, POWER / 2, ... 1, each at most once, over what is left from i on.
+template <int POWER, class Body> MHA_INLINE void in_powers(ptrdiff_t i, ptrdiff_t count, Body &body) {
+    if (i + POWER <= count) {
+        body(number<POWER>{}, i);
+        i += POWER;
+    }
+    if constexpr (POWER > 1) in_powers<POWER / 2>(i, count, body);
+}
 
 // Calls body(number<n>, i) over [0, count): in steps of STEP, then in powers of two for what is left.
 template <int STEP, class Body> MHA_INLINE void in_steps(ptrdiff_t count, Body body) {
     ptrdiff_t i = 0;
     for (; i + STEP <= count; i += STEP) body(number<STEP>{}, i);
-    if constexpr (STEP > 8) if (i + 8 <= count) { body(number<8>{}, i); i += 8; }
-    if constexpr (STEP > 4) if (i + 4 <= count) { body(number<4>{}, i); i += 4; }
-    if constexpr (STEP > 2) if (i + 2 <= count) { body(number<2>{}, i); i += 2; }
-    if constexpr (STEP > 1) if (i + 1 <= count) body(number<1>{}, i);
+    if constexpr (STEP > 1) in_powers<(STEP > 8 ? 8 : STEP > 4 ? 4 : STEP > 2 ? 2 : 1)>(i, count, body);
 }
 
 // Calls body(number<n>) with n = the vectors that n_row rows take, 1 ... MHA_TILE_VECTORS.
