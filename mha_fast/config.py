@@ -55,9 +55,10 @@ def config_info() -> dict[str, Any]:
     Returns
     -------
     dict
-        ``version``, ``isa`` (in use), ``isas_available``, ``isas_built``, ``openmp`` (whether the
-        build has threads), ``num_threads``, ``openmp_runtimes`` (paths of those loaded in this
-        process, from any package; empty where the operating system does not tell).
+        ``version``, ``isa`` (in use), ``isas_available``, ``isas_built``, ``matrix_unit_emulated``
+        (whether "amx" is software in this build), ``openmp`` (whether the build has threads),
+        ``num_threads``, ``openmp_runtimes`` (paths of those loaded in this process, from any
+        package; empty where the operating system does not tell).
     """
     from . import __version__
 
@@ -66,6 +67,7 @@ def config_info() -> dict[str, Any]:
         "isa": _core.isa(),
         "isas_available": _core.available_isas(),
         "isas_built": _core.built_isas(),
+        "matrix_unit_emulated": _core.emulates_matrix_unit(),
         "openmp": _core.has_openmp(),
         "num_threads": get_num_threads(),
         "openmp_runtimes": _cpus.openmp_runtimes(),
@@ -80,12 +82,13 @@ def show_config() -> None:
     """
     info = config_info()
     forced = os.environ.get("MHA_FAST_ISA")
+    emulated = " (amx emulated)" if info["matrix_unit_emulated"] else ""
     lines = {
         "mha_fast": info["version"],
         "Python": sys.version.split()[0],
         "instruction set": info["isa"] + (" (MHA_FAST_ISA)" if forced else ""),
         "  available": ", ".join(info["isas_available"]),
-        "  in this build": ", ".join(info["isas_built"]),
+        "  in this build": ", ".join(info["isas_built"]) + emulated,
         "threads": str(info["num_threads"]) + ("" if info["openmp"] else " (built without OpenMP)"),
         "OpenMP runtimes": "\n".join(info["openmp_runtimes"]) or "none found",
     }

@@ -487,6 +487,11 @@ def use_matrix_from(ptrdiff_t n_row):
     return before
 
 
+def emulates_matrix_unit():
+    """Whether the instruction set "amx" of this build is software (CONTRIBUTING.md), for checking it anywhere."""
+    return bool(mha_emulates_matrix_unit)
+
+
 def has_openmp():
     """Whether this build runs on more than one thread."""
     return bool(mha_has_openmp())

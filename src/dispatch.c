@@ -1,7 +1,7 @@
 /* Which instruction sets this build has, and which of them this machine can run.  The only file that asks the CPU. */
 #include "kernels.h"
 
-#if defined(MHA_HAVE_AMX)
+#if defined(MHA_HAVE_AMX) && !defined(MHA_EMULATE_MATRIX_UNIT)
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -16,7 +16,16 @@ static int has_f16c(void) {
 }
 #endif
 
-#if defined(MHA_HAVE_AMX)
+#if defined(MHA_EMULATE_MATRIX_UNIT)
+const int mha_emulates_matrix_unit = 1;
+
+static int has_matrix_unit(void) { return 1; }
+static int may_use_tiles(void) { return 1; }
+#else
+const int mha_emulates_matrix_unit = 0;
+#endif
+
+#if defined(MHA_HAVE_AMX) && !defined(MHA_EMULATE_MATRIX_UNIT)
 /* Bits of CPUID leaf 7 (ecx, edx), of its second part (eax), and of XCR0 (Intel SDM, volume 1, chapters 13 and 18). */
 enum {
     AVX512_VBMI2 = 1 << 6,

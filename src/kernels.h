@@ -304,6 +304,7 @@ typedef struct {
 extern const mha_isa *const mha_built[];
 extern const int mha_n_built;
 int mha_runnable(const mha_isa *isa);
+extern const int mha_emulates_matrix_unit; /* "amx" is software here, see kernels/emulated_unit.h */
 
 #ifdef __cplusplus
 }

@@ -209,3 +209,4 @@ cdef extern from "kernels.h" nogil:
     const mha_isa *const mha_built[]
     const int mha_n_built
     int mha_runnable(const mha_isa *)
+    const int mha_emulates_matrix_unit

@@ -16,6 +16,21 @@ namespace MHA_ISA_NAMESPACE {
 
 typedef uint16_t short_bits __attribute__((vector_size(64)));
 
+#if !defined(MHA_EMULATE_MATRIX_UNIT)
+typedef __m512h halves;  // float16
+
+MHA_INLINE halves splat_half(float a) { return _mm512_set1_ph((_Float16)a); }
+MHA_INLINE halves multiply_add(halves a, halves b, halves c) { return _mm512_fmadd_ph(a, b, c); }
+
+// Right by N places in 16 bits; `above` comes in from the upper end.
+template <int N> MHA_INLINE __m512i shift_right(__m512i v, __m512i above) { return _mm512_shrdi_epi16(v, above, N); }
+
+// sum + both bfloat16 numbers of each pair.
+MHA_INLINE vec<float> add_pairs(vec<float> sum, __m512i pairs) {
+    return (vec<float>)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pairs, (__m512bh)_mm512_set1_epi16(0x3f80));
+}
+#endif
+
 constexpr float exponent_steps = 1024, lowest_exponent = -31.5f;
 constexpr double most_exponent = 31.3;  // leaves room for the rounding of the scores
 
@@ -129,17 +144,17 @@ struct short_weighing {
         const __m512i exponent = _mm512_add_epi16((__m512i)load((const float *)p), (__m512i)offset[half]);
         // 1 + f as float16: the offset has its half place in the fraction, which goes here.
         constexpr int fraction_then_flip = 0x6a;  // (exponent & fraction) ^ one
-        const __m512h t = (__m512h)_mm512_ternarylogic_epi32(exponent, _mm512_set1_epi16(0x3ff), _mm512_set1_epi16(0x3e00), fraction_then_flip);
+        const halves t = (halves)_mm512_ternarylogic_epi32(exponent, _mm512_set1_epi16(0x3ff), _mm512_set1_epi16(0x3e00), fraction_then_flip);
         // 1540 + 1024 (2**f - 1 - f) by Horner's rule (bench.fit_polynomials; the error is 0.3 rms of the 8 that a weight
         // is rounded to).  From 1024 to 2048 the last place of a float16 number is 1, and its bits count up; 4 rounds.
-        __m512h c = _mm512_set1_ph((_Float16)80.875f);
-        c = _mm512_fmadd_ph(c, t, _mm512_set1_ph((_Float16)-13.0546875f));
-        c = _mm512_fmadd_ph(c, t, _mm512_set1_ph((_Float16)-527.0f));
-        c = _mm512_fmadd_ph(c, t, _mm512_set1_ph((_Float16)1999.0f));
+        halves c = splat_half(80.875f);
+        c = multiply_add(c, t, splat_half(-13.0546875f));
+        c = multiply_add(c, t, splat_half(-527.0f));
+        c = multiply_add(c, t, splat_half(1999.0f));
         const __m512i corrected = _mm512_add_epi16(exponent, (__m512i)c);
         // Three places less, and 001 from above: exponents from -63 to 0.
-        const __m512i weight = _mm512_shrdi_epi16(corrected, _mm512_set1_epi16(1), 3);
-        total[half] = (vec<float>)_mm512_dpbf16_ps((__m512)total[half], (__m512bh)weight, (__m512bh)_mm512_set1_epi16(0x3f80));
+        const __m512i weight = shift_right<3>(corrected, _mm512_set1_epi16(1));
+        total[half] = add_pairs(total[half], weight);
         store((float *)p, (vec<float>)weight);
     }
     MHA_INLINE void finish(mha_matrix_item *item) {

@@ -4,6 +4,9 @@
 #pragma once
 
 #include "vector.h"
+#if defined(MHA_EMULATE_MATRIX_UNIT)
+#include "emulated_unit.h"
+#endif
 
 namespace {
 namespace MHA_ISA_NAMESPACE {
@@ -14,6 +17,7 @@ constexpr int tile_depth = 32;  // bfloat16 numbers of a row: what one product s
 // Memory and the instructions between two of these stay in their order.
 MHA_INLINE void barrier() { asm volatile("" ::: "memory"); }
 
+#if !defined(MHA_EMULATE_MATRIX_UNIT)
 template <int TILE> MHA_INLINE void load_tile(const void *data, ptrdiff_t row_bytes) {
     asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(data), "r"(row_bytes), "i"(TILE) : "memory");
 }
@@ -47,6 +51,7 @@ void begin_tiles() {
 
 // Tiles in use cost every context switch 8 KB.
 void end_tiles() { asm volatile("tilerelease"); }
+#endif
 
 }  // namespace MHA_ISA_NAMESPACE
 }  // namespace
