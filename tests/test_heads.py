@@ -481,12 +481,31 @@ def test_same_generator_draws_the_same_gates():
     assert (first != other).any()
 
 
+def test_slopes_are_the_derivatives():
+    step = 1e-5
+    here, above, below = (
+        heads.HardConcrete(np.broadcast_to(LOG_ALPHA + shift, (50, 2, 3)), temperature=0.5)
+        for shift in (0, step, -step)
+    )
+
+    gates, slopes = here.sample_with_slope(np.random.default_rng(3))
+
+    ends = [x.sample(np.random.default_rng(3)) for x in (above, below)]
+    np.testing.assert_array_equal(gates, here.sample(np.random.default_rng(3)))
+    np.testing.assert_allclose(slopes, (ends[0] - ends[1]) / (2 * step), rtol=1e-6, atol=1e-8)
+    assert ((gates == 0) & (slopes == 0)).any() and ((gates == 1) & (slopes == 0)).any()
+    difference = (above.open_probability - below.open_probability) / (2 * step)
+    np.testing.assert_allclose(here.expected_l0_slope, difference, rtol=1e-6, atol=1e-8)
+
+
 @pytest.mark.parametrize(("log_alpha", "gate"), [(-1e4, 0.0), (1e4, 1.0)])
 def test_extreme_locations_do_not_overflow(log_alpha, gate):
     gates = heads.HardConcrete([log_alpha])
 
     assert gates.deterministic() == gates.sample(np.random.default_rng(0)) == gate
     assert gates.expected_l0 == gate
+    assert gates.sample_with_slope(np.random.default_rng(0)) == (gate, 0)
+    assert gates.expected_l0_slope == 0
 
 
 @pytest.mark.parametrize(

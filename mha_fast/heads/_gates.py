@@ -52,6 +52,16 @@ class HardConcrete:
     array([0. , 0.5, 1. ])
     >>> round(gates.expected_l0, 3)
     2.019
+
+    A step of training: gates for this step, and what the gradient of the loss by the gates is
+    multiplied with to get that by `log_alpha`. `head_mask` among the `wanted` of
+    `attention_backward` and `MultiHeadAttention.backward` is the gradient by the gates.
+
+    >>> gate, slope = gates.sample_with_slope(np.random.default_rng(0))
+    >>> gate.round(3), slope.round(3)
+    (array([0.   , 0.12 , 0.431]), array([0.   , 0.27 , 0.444]))
+    >>> gates.expected_l0_slope.round(3)
+    array([0.159, 0.14 , 0.01 ])
     """
 
     log_alpha: ArrayLike
@@ -86,6 +96,24 @@ class HardConcrete:
         """Draw gates, like `log_alpha`: what training multiplies the heads by."""
         noise = rng.logistic(size=self._location.shape)
         return self._stretched((noise + self._location) / self.temperature)
+
+    def sample_with_slope(self, rng: np.random.Generator) -> tuple[Array, Array]:
+        """Draw gates like `sample`, and the derivative of each by its `log_alpha`.
+
+        0 where the gate is cut off, at 0 or at 1. The noise is held fixed: Louizos et al. 2018,
+        equation 11, Kingma and Welling 2014.
+        """
+        noise = rng.logistic(size=self._location.shape)
+        logit = (noise + self._location) / self.temperature
+        gate, share = self._stretched(logit), _sigmoid(logit)
+        is_between = (gate > 0) & (gate < 1)
+        slope = (self.high - self.low) * share * (1 - share) / self.temperature
+        return gate, np.where(is_between, slope, 0.0)
+
+    @property
+    def expected_l0_slope(self) -> Array:
+        """Derivative of `expected_l0` by each `log_alpha`."""
+        return self.open_probability * (1 - self.open_probability)
 
     def deterministic(self) -> Array:
         """The gates to use after training, like `log_alpha`: no noise, and no temperature."""

@@ -39,6 +39,9 @@ def dropout_mask(seed: int, shape: tuple[int, ...], p: float) -> Array:
     ``j % 4`` of Philox 4x32-10 (Salmon et al. 2011, section 3) with the key ``(seed % 2**32,
     seed // 2**32)`` and the counter ``(j // 4, i, b * n_head + h, 0)``, low words first. It is
     kept if the word is at least ``floor(p * 2**32)``.
+
+    A weight that is dropped is an ordinary weight of 0, not an excluded key: NaN in its value
+    still reaches the output.
     """
     return _kept(seed, shape, p, first_entry=0)
 
