@@ -247,6 +247,9 @@ cdef int run(const mha_problem *p, const mha_kernels *k, const mha_matrix *matri
         work.min_rows = matrix.min_rows if matrix_from < 0 else matrix_from
         work.min_keys = MHA_MATRIX_PANEL if matrix_from < 0 else 1
     count_tasks(&work, p, k, n_thread)
+    if work.has_matrix and not mha_tiles_granted():
+        give_up_matrix_unit()
+        return run(p, k, NULL, wanted)
     n_thread = <int>max(min(n_thread, work.n_task), 1)
     if n_thread > 1:
         n_thread = mha_threads_startable(n_thread)
@@ -480,6 +483,15 @@ def use_isa(str name):
             chosen = mha_built[i]
 
 
+cdef void give_up_matrix_unit():
+    """The operating system refused it: from now on the set below, whose tiles are the same."""
+    global chosen
+    for i in range(1, mha_n_built):
+        if mha_built[i] == chosen:
+            chosen = mha_built[i - 1]
+            return
+
+
 def use_matrix_from(ptrdiff_t n_row):
     """Use the matrix unit from so many rows per key/value head on (-1: where it pays); return the setting before."""
     global matrix_from
@@ -530,7 +542,7 @@ def measure_matrix_peak(int n_thread=1, ptrdiff_t n_round=100_000):
     from time import perf_counter
     cdef double operations = 0
     cdef int _
-    if chosen.matrix_rounds == NULL:
+    if chosen.matrix_rounds == NULL or not mha_tiles_granted():
         return None
     start = perf_counter()
     n_thread = mha_threads_startable(n_thread)

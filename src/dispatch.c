@@ -20,7 +20,6 @@ static int has_f16c(void) {
 const int mha_emulates_matrix_unit = 1;
 
 static int has_matrix_unit(void) { return 1; }
-static int may_use_tiles(void) { return 1; }
 #else
 const int mha_emulates_matrix_unit = 0;
 #endif
@@ -43,15 +42,25 @@ static int has_matrix_unit(void) {
     __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
     return (low & TILE_STATES) == TILE_STATES;
 }
-
-/* Linux keeps the 8 KB of tile registers for processes that have asked (Documentation/arch/x86/xstate.rst).  It
- * refuses, for instance, where a signal stack is too small to hold them. */
-static int may_use_tiles(void) {
-    enum { REQUEST = 0x1023, TILE_DATA = 18 };
-
-    return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
-}
 #endif
+
+int mha_tiles_granted(void) {
+#if defined(MHA_EMULATE_MATRIX_UNIT)
+    return 1;
+#elif defined(MHA_HAVE_AMX)
+    enum { REQUEST = 0x1023, TILE_DATA = 18, UNKNOWN = 0, GRANTED, REFUSED };
+    static int answer; /* threads that ask at once get the same one */
+    int known = __atomic_load_n(&answer, __ATOMIC_RELAXED);
+
+    if (known == UNKNOWN) {
+        known = syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0 ? GRANTED : REFUSED;
+        __atomic_store_n(&answer, known, __ATOMIC_RELAXED);
+    }
+    return known == GRANTED;
+#else
+    return 0;
+#endif
+}
 
 extern const mha_isa mha_isa_baseline, mha_isa_avx2, mha_isa_avx512, mha_isa_amx, mha_isa_neon;
 
@@ -94,7 +103,7 @@ int mha_runnable(const mha_isa *isa) {
     if (isa == &mha_isa_avx512) return has_avx512();
 #endif
 #if defined(MHA_HAVE_AMX)
-    if (isa == &mha_isa_amx) return has_avx512() && has_matrix_unit() && may_use_tiles();
+    if (isa == &mha_isa_amx) return has_avx512() && has_matrix_unit();
 #endif
     (void)isa;
     return 1;

@@ -306,6 +306,11 @@ extern const int mha_n_built;
 int mha_runnable(const mha_isa *isa);
 extern const int mha_emulates_matrix_unit; /* "amx" is software here, see kernels/emulated_unit.h */
 
+/* Whether the operating system lets this process use the tile registers of the matrix unit.  Linux keeps their 8 KB for
+ * processes that have asked (Documentation/arch/x86/xstate.rst), and from then on demands signal stacks that can hold
+ * them; where one is too small already, it refuses.  So this is asked when a call is about to use them, not before. */
+int mha_tiles_granted(void);
+
 #ifdef __cplusplus
 }
 #endif

@@ -210,3 +210,4 @@ cdef extern from "kernels.h" nogil:
     const int mha_n_built
     int mha_runnable(const mha_isa *)
     const int mha_emulates_matrix_unit
+    bint mha_tiles_granted()

@@ -4,6 +4,7 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -69,6 +70,52 @@ def test_switching_to_an_unknown_name_changes_nothing(name):
     with pytest.raises(ValueError, match=re.escape(repr(name))):
         _core.use_isa(name)
     assert _core.isa() == before
+
+
+PERMISSION = """
+import ctypes, sys
+libc = ctypes.CDLL(None)
+def has_permission():
+    mask = ctypes.c_uint64()
+    assert libc.syscall(158, 0x1022, ctypes.byref(mask)) == 0  # arch_prctl(ARCH_GET_XCOMP_PERM)
+    return bool(mask.value >> 18 & 1)
+class Stack(ctypes.Structure):
+    _fields_ = [("sp", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
+memory = ctypes.create_string_buffer(8192)
+def small_signal_stack():
+    stack = Stack(ctypes.addressof(memory), 0, len(memory))
+    return libc.sigaltstack(ctypes.byref(stack), None) == 0
+import numpy as np, mha_fast
+x = np.ones((1, 300, 64), np.float32)
+mha_fast.attention(x[:, :40], x[:, :40], x[:, :40])
+seen = [has_permission()]
+if "long" in sys.argv:
+    mha_fast.attention(x, x, x)
+    seen.append(has_permission())
+print(*seen, small_signal_stack())
+"""
+
+
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux") or platform.machine() != "x86_64",
+    reason="only Linux on x86-64 gives permission for the matrix unit",
+)
+@pytest.mark.parametrize("name", ["", "baseline", "avx2", "avx512"])
+def test_matrix_unit_is_not_asked_for_before_a_call_uses_it(name, tmp_path):
+    if name and name not in _core.available_isas():
+        pytest.skip(f"{name} does not run on this machine")
+    code = PERMISSION.replace('"long" in sys.argv', str(bool(name)))
+    process = run_python(code, tmp_path, **{NAME: name})
+    if "AssertionError" in process.stderr:
+        pytest.skip("this Linux knows no such permission")
+    expected = "False False True\n" if name else "False True\n"
+    assert process.stdout == expected, process.stderr
+
+
+@pytest.mark.skipif("amx" not in _core.available_isas(), reason="this CPU has no matrix unit")
+def test_matrix_unit_is_asked_for_by_the_call_that_uses_it(tmp_path):
+    process = run_python(PERMISSION.replace('"long" in sys.argv', "True"), tmp_path, **{NAME: ""})
+    assert process.stdout.startswith("False True"), process.stderr
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

@@ -47,7 +47,8 @@ namespace MHA_ISA_NAMESPACE {
 template <class T> struct vector_of;
 template <> struct vector_of<float> {
     typedef float type __attribute__((vector_size(MHA_VECTOR_BYTES)));
-    typedef float unaligned __attribute__((vector_size(MHA_VECTOR_BYTES), aligned(4), may_alias));
+    typedef float unaligned
+        __attribute__((vector_size(MHA_VECTOR_BYTES), aligned(2), may_alias));  // or pairs of 16 bits
     typedef int32_t integer __attribute__((vector_size(MHA_VECTOR_BYTES)));
     typedef uint32_t unsigned_integer __attribute__((vector_size(MHA_VECTOR_BYTES)));
 };
