@@ -14,15 +14,17 @@ import numpy as np
 from . import _checks
 from ._typing import Array
 
-# As mha_element and mha_mask_type in src/kernels.h. bfloat16 is known by its name, since the
-# package that brings it may not be installed.
-FLOAT32, FLOAT64, FLOAT16, BFLOAT16 = range(4)
+# As mha_storage in src/contract/problem.h. bfloat16 is known by its name, since the package that
+# brings it may not be installed.
+BOOL, FLOAT16, BFLOAT16, FLOAT32, FLOAT64 = range(1, 6)
 ELEMENTS = {
     np.dtype(np.float32): FLOAT32,
     np.dtype(np.float64): FLOAT64,
     np.dtype(np.float16): FLOAT16,
 }
-MASK_TYPES = {"bool": 1, "float16": 2, "bfloat16": 3, "float32": 4, "float64": 5}
+MASK_TYPES = {
+    "bool": BOOL, "float16": FLOAT16, "bfloat16": BFLOAT16, "float32": FLOAT32, "float64": FLOAT64,
+}  # fmt: skip
 FLOATS = "float32, float64, float16 or bfloat16"
 LARGEST_OFFSET = 1 << 60
 

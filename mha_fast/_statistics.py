@@ -14,7 +14,7 @@ from .config import threads_asked_for
 
 __all__ = ["HeadStatistics", "head_statistics"]
 
-# Columns of a row of measurements, as in src/kernels.h.
+# Columns of a row of measurements, as in src/contract/statistics.h.
 ENTROPY, CONFIDENCE, DISTANCE, TOP_KEY, MAXIMUM, FACTOR, N_FIXED = range(7)
 
 

@@ -5,58 +5,76 @@
       |
       |  nogil, prange over the tasks, cannot fail
       |
-      +- attend_rows()       some sub-tiles of rows of one batch_head (batch entry, key/value head), or of a few pairs whose
-      |    rows share a mask; for each key block that any of the rows may see:
-      |        for each sub-tile:  attend_block()
-      |            mask -> scores -> adjust -> online softmax -> values
-      |    finish: divide by the total, gate, write out and log-sum-exp
-      |
-      +- attend_matrix()     the same on a matrix unit, if there is one and the rows are many: these steps of three
-      |    neighbouring blocks run at the same time
-      |
-      +- decode_split()   all rows (at most 8) of a batch_head, 512 keys -> a partial result
-           combine_splits()  joins the partial results in index order
+      +- TILES       loop/forward.pxd     sub-tiles of rows of one row head (the query heads of a batch entry that read
+      |                                   one key/value head), or of a few whose rows share a mask, walk through the key
+      |                                   blocks that any of them may see:
+      |                                       mask -> scores -> adjust -> online softmax -> values
+      |                                   then: divide by the total, gate, write out and log-sum-exp
+      +- MATRIX      loop/matrix.pxd      the same on a matrix unit, if there is one and the rows are many; these steps
+      |                                   of three neighbouring blocks run at the same time
+      +- DECODE      loop/decode.pxd      all rows (at most 8) of a row head, 512 keys -> a partial result; partial
+      |                                   results are combined in index order
+      +- WEIGHTS     loop/revisit.pxd     a walk for maximum and total, and a second one that writes the weights
+      +- STATISTICS  loop/statistics.pxd  measurements of the weights take the place of the values
 
-    kernels.h              what a tile function does      loop/workspace.pxi   buffers of a thread
-    loop/plan.pxi          tasks and their order          loop/forward.pxi, matrix.pxi, decode.pxi, statistics.pxi   the paths
+Each module of loop/ is made of inline functions and takes in only modules above it:
 
-Two more outputs take the same way.  Weights are written in a second visit of the blocks, once maximum and total are
-known; statistics replace the step "values".
+    structs       what they share: plan, tasks, sub-tiles, workspace
+    operands      where rows lie; next_run() is all that knows how keys and values are stored
+    visibility    which keys a row sees by its position
+    rows          a sub-tile's description, and how its rows are finished
+    scores        the reader of masks, and what makes logits of dot products
+    plan          tasks and their order
+    workspace     where the buffers lie, in one piece of memory
+    forward       the walk, and attention on it
+    revisit, statistics, decode, matrix
+
+contract/ holds what the loop and the kernels agree on, as a header and its .pxd for each domain: problem, tiles, decode,
+statistics, matrix, instruction_set.  All arithmetic is in kernels/; the loop decides what is visited, and in which order.
 
 No n_query x n_key array exists, unless the weights themselves are the output: a task holds one block of scores for
 one sub-tile.  The key blocks lie on a fixed grid and every sub-tile runs through them by itself, so neither the
 number of threads nor the batch that a sequence is in changes a single bit of the result.
-
-All arithmetic is in the tile functions; this code decides what is visited, and in which order.
 """
 from cpython.buffer cimport (
     PyBUF_STRIDED_RO, PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer,
 )
 from cython.parallel cimport parallel, prange, threadid
-from libc.math cimport INFINITY, fabs
+from libc.math cimport fabs
 from libc.stdint cimport int64_t, uint8_t
-from libc.stdlib cimport free, malloc, qsort
+from libc.stdlib cimport free, malloc
 from libc.string cimport memset
 
-from kernels cimport *
+from contract.instruction_set cimport (
+    mha_built, mha_emulates_matrix_unit, mha_isa, mha_kernels, mha_kernels_for, mha_matrix_for, mha_n_built,
+    mha_runnable, mha_tiles_granted,
+)
+from contract.matrix cimport MHA_MATRIX_PANEL, MHA_MATRIX_ROWS, mha_matrix_kernels
+from contract.problem cimport (
+    MHA_FLOAT32, MHA_FLOAT64, MHA_KEY, MHA_LSE, MHA_MASK, MHA_N_OPERAND, MHA_OUT, MHA_QUERY, MHA_VALUE, mha_operand,
+    mha_problem, mha_storage,
+)
+from loop.decode cimport combine_splits, decode_split
+from loop.forward cimport attend_rows
+from loop.matrix cimport attend_matrix
+from loop.operands cimport adds_mask, keys_of, queries_of, rows_of
+from loop.plan cimport count_tasks, kind_of, list_tasks, splits_of
+from loop.revisit cimport RECEIVED_KEYS, receive, write_weights
+from loop.statistics cimport measure_rows
+from loop.structs cimport (
+    DECODE, MATRIX, STATISTICS, TILES, WEIGHTS, ceil_divide, plan, task, task_kind, workspace,
+)
+from loop.workspace cimport lay_out_call
 from threads cimport *
 
 cdef extern from "stdlib.h" nogil:
     void *aligned_alloc(size_t alignment, size_t size)
 
 cdef enum:
-    MAX_BATCH_AXES = 64   # NumPy's own limit
+    MAX_BATCH_AXES = 64      # NumPy's own limit
+    MAX_MATRIX_WIDTH = 256   # of a head: a packed block must stay in the cache
 
-cdef int64_t UNBOUNDED = 1 << 61   # as in mha_fast/_arguments.py
 cdef double LOG2_E = 1.44269504088896340736
-
-include "loop/plan.pxi"
-include "loop/workspace.pxi"
-include "loop/operands.pxi"
-include "loop/matrix.pxi"
-include "loop/forward.pxi"
-include "loop/decode.pxi"
-include "loop/statistics.pxi"
 
 
 # ---------------------------------------------------------------------------------------------------- how many threads
@@ -131,23 +149,27 @@ cdef inline bint may_go_on(watch *look, int thread, ptrdiff_t work) noexcept nog
 cdef inline void run_task(workspace *w, const mha_problem *p, const mha_kernels *k, const plan *work,
                           ptrdiff_t i) noexcept nogil:
     cdef const task *t = &work.tasks[i]
-    cdef ptrdiff_t next_batch_head = -1, n_row = p.group_size * queries_of(p, t.batch_head // p.n_kv_head) - t.start
+    cdef ptrdiff_t next_batch_head = -1, batch = t.batch_head // p.n_row_head, n_row = rows_of(p, batch) - t.start
     if t.kind == DECODE:
         decode_split(w, p, k, work, t.batch_head, t.start)
-        if splits_of(p, t.batch_head // p.n_kv_head) == 1:
+        if splits_of(p, batch) == 1:
             combine_splits(w, p, k, work, t.batch_head)
     elif t.kind == MATRIX:
         attend_matrix(w, p, k, work, t.batch_head, t.start, min(n_row, work.n_matrix_sub * MHA_MATRIX_ROWS))
-    else:
+    elif t.kind == TILES:
         if work.n_together > 1 and i + 1 < work.n_task and work.tasks[i + 1].batch_head != t.batch_head:
             next_batch_head = work.tasks[i + 1].batch_head
         attend_rows(w, p, k, t.batch_head, t.n_task_head, t.start, min(n_row, work.n_sub * k.tile_rows), next_batch_head)
+    elif t.kind == WEIGHTS:
+        write_weights(w, p, k, t.batch_head, t.n_task_head, t.start, min(n_row, work.n_sub * k.tile_rows))
+    else:
+        measure_rows(w, p, k, t.batch_head, t.n_task_head, t.start, min(n_row, work.n_sub * k.tile_rows))
 
 
 cdef inline void combine_if_split(workspace *w, const mha_problem *p, const mha_kernels *k, const plan *work,
-                             ptrdiff_t batch_head) noexcept nogil:
-    cdef ptrdiff_t batch = batch_head // p.n_kv_head
-    if takes_decode(p, p.group_size * queries_of(p, batch)) and splits_of(p, batch) > 1 and queries_of(p, batch) > 0:
+                                  ptrdiff_t batch_head) noexcept nogil:
+    cdef ptrdiff_t batch = batch_head // p.n_row_head
+    if queries_of(p, batch) > 0 and kind_of(work, p, batch) == DECODE and splits_of(p, batch) > 1:
         combine_splits(w, p, k, work, batch_head)
 
 
@@ -178,35 +200,17 @@ cdef void give_back_memory(char *memory, size_t size) noexcept:
     spare, spare_size = memory, size
 
 
-cdef size_t lay_out_call(void *base, workspace **space, plan *work, const mha_problem *p, const mha_kernels *k,
-                         int n_thread) noexcept nogil:
-    """Place all that a call needs from `base` on; return its size.  With base NULL nothing is written there."""
-    cdef arena a
-    cdef workspace scratch
-    cdef size_t thread_size = lay_out(&scratch, NULL, p, k, work)
-    cdef ptrdiff_t n_task_head = p.n_batch * p.n_kv_head
-    cdef int i
-    a.base, a.used = <size_t>base, 0
-    work.tasks = <task *>take(&a, work.n_task * sizeof(task))
-    work.first_partial = <ptrdiff_t *>take(&a, n_task_head * sizeof(ptrdiff_t))
-    work.partials = <char *>take(&a, work.n_partial * work.partial_size)
-    space[0] = <workspace *>take(&a, n_thread * sizeof(workspace))
-    for i in range(n_thread if base != NULL else 0):
-        lay_out(&space[0][i], <void *>(a.base + a.used + i * thread_size), p, k, work)
-    return a.used + n_thread * thread_size
-
-
 cdef void run_alone(workspace *w, const mha_problem *p, const mha_kernels *k, const plan *work, ptrdiff_t n_range,
                     watch *look) noexcept nogil:
     """All of the work on the calling thread: a parallel region makes a system call, even for a team of one."""
-    cdef ptrdiff_t i, n_task_head = p.n_batch * p.n_kv_head
+    cdef ptrdiff_t i, n_batch_head = p.n_batch * p.n_row_head
     for i in range(work.n_task):
         if may_go_on(look, 0, work.tasks[i].cost):
             run_task(w, p, k, work, i)
     if work.has_splits:
-        for i in range(n_task_head):
+        for i in range(n_batch_head):
             combine_if_split(w, p, k, work, i)
-    for i in range(n_task_head * n_range):
+    for i in range(n_batch_head * n_range):
         if may_go_on(look, 0, p.n_query * RECEIVED_KEYS):
             receive(w, p, k, i // n_range, i % n_range)
 
@@ -214,7 +218,7 @@ cdef void run_alone(workspace *w, const mha_problem *p, const mha_kernels *k, co
 cdef void run_as_team(workspace *w, const mha_problem *p, const mha_kernels *k, const plan *work, ptrdiff_t n_range,
                       int n_thread, watch *look) noexcept nogil:
     """The same on several threads, each with a workspace of its own."""
-    cdef ptrdiff_t i, n_task_head = p.n_batch * p.n_kv_head
+    cdef ptrdiff_t i, n_batch_head = p.n_batch * p.n_row_head
     cdef int64_t called = mha_clock(), late = 0
     for i in range(n_thread):  # a runtime may send fewer
         w[i].arrived = called
@@ -224,10 +228,10 @@ cdef void run_as_team(workspace *w, const mha_problem *p, const mha_kernels *k, 
             if may_go_on(look, threadid(), work.tasks[i].cost):
                 run_task(&w[threadid()], p, k, work, i)
         if work.has_splits:
-            for i in prange(n_task_head, schedule="static"):
+            for i in prange(n_batch_head, schedule="static"):
                 combine_if_split(&w[threadid()], p, k, work, i)
         if n_range > 0:
-            for i in prange(n_task_head * n_range, schedule="dynamic", chunksize=1):
+            for i in prange(n_batch_head * n_range, schedule="dynamic", chunksize=1):
                 if may_go_on(look, threadid(), p.n_query * RECEIVED_KEYS):
                     receive(&w[threadid()], p, k, i // n_range, i % n_range)
     for i in range(n_thread):
@@ -235,25 +239,26 @@ cdef void run_as_team(workspace *w, const mha_problem *p, const mha_kernels *k, 
     mha_team_met(n_thread, late)
 
 
-cdef int run(const mha_problem *p, const mha_kernels *k, const mha_matrix *matrix, int wanted) except -1:
+cdef int run(const mha_problem *p, const mha_kernels *k, const mha_matrix_kernels *matrix, task_kind kind,
+             int wanted) except -1:
     """Plan, allocate, compute."""
     cdef plan work
     cdef workspace *space
     cdef watch look
     cdef int n_thread = team_size(p, k, wanted)
     memset(&work, 0, sizeof(work))
-    work.matrix = matrix
+    work.kind, work.matrix = kind, matrix
     if matrix != NULL:
         work.min_rows = matrix.min_rows if matrix_from < 0 else matrix_from
         work.min_keys = MHA_MATRIX_PANEL if matrix_from < 0 else 1
     count_tasks(&work, p, k, n_thread)
     if work.has_matrix and not mha_tiles_granted():
         give_up_matrix_unit()
-        return run(p, k, NULL, wanted)
+        return run(p, k, NULL, kind, wanted)
     n_thread = <int>max(min(n_thread, work.n_task), 1)
     if n_thread > 1:
         n_thread = mha_threads_startable(n_thread)
-    cdef ptrdiff_t n_range = ceil_divide(p.n_key, RECEIVED_KEYS) if p.received != NULL else 0
+    cdef ptrdiff_t n_range = ceil_divide(p.n_key, RECEIVED_KEYS) if p.asked.received != NULL else 0
     cdef size_t size = lay_out_call(NULL, &space, &work, p, k, n_thread)
     cdef char *memory = take_memory(&size)
     if memory == NULL:
@@ -277,21 +282,20 @@ cdef const mha_isa *chosen = NULL
 cdef ptrdiff_t matrix_from = -1  # rows per key/value head from which on the matrix unit is used; -1: its own choice
 
 
-cdef const mha_matrix *matrix_of(const mha_problem *p, int element, bint high, double scale) noexcept:
-    """The matrix unit, where this call may use it."""
-    if (chosen.matrix == NULL or p.mode != MHA_ATTENTION or not 0 < p.head_width <= MAX_MATRIX_WIDTH
-            or not 0 < p.value_width <= MAX_MATRIX_WIDTH
-            # Beyond, the last partials of small keys, which the unit takes for 0, would show in the logits.
+cdef const mha_matrix_kernels *matrix_for(const mha_problem *p, bint high, double scale) noexcept:
+    """The matrix unit, where attention of these sizes may use it."""
+    if (not 0 < p.head_width <= MAX_MATRIX_WIDTH or not 0 < p.value_width <= MAX_MATRIX_WIDTH
+            # Beyond, the last terms of small keys, which the unit takes for 0, would show in the logits.
             or fabs(scale) > 1e12):
         return NULL
-    return chosen.matrix[element + (4 if high else 0)]
+    return mha_matrix_for(chosen, p.operand[MHA_QUERY].storage, high)
 
 
 cdef void choose_units(mha_problem *p, double scale, size_t item_size) noexcept:
     """Keep scores raw and fold the scale into the exponential, unless something has to be added to the logits."""
     cdef double exponent = fabs(scale) * LOG2_E
     cdef double most = 1e37 if item_size == 4 else 1e307  # what the type holds with room to spare
-    p.natural = (p.softcap != 0 or p.alibi_slope != NULL or p.mask_type > MHA_BOOL
+    p.natural = (p.softcap != 0 or p.alibi_slope != NULL or adds_mask(p)
                  or (scale != 0 and not 1 / most < exponent < most))
     p.query_scale, p.score_scale, p.exp_scale, p.lse_scale = 1, 1, LOG2_E, 1
     if p.natural:
@@ -325,16 +329,17 @@ cdef class Buffers:
         """Data of a contiguous array of numbers per batch entry, query or head; None gives NULL."""
         return NULL if array is None else self.acquire(array, PyBUF_STRIDED_RO).buf
 
-    cdef const Py_buffer *operand(self, int which, array, tuple batch_shape, int n_own) except NULL:
+    cdef const Py_buffer *operand(self, int which, array, int storage, tuple batch_shape, int n_own) except NULL:
         """Set an operand whose last n_own axes are head, row and (but for lse) column."""
         cdef int flags = PyBUF_STRIDES | PyBUF_WRITABLE if which in (MHA_OUT, MHA_LSE) else PyBUF_STRIDED_RO
         cdef Py_buffer *view = self.acquire(array, flags)
         cdef mha_operand *operand = &self.problem.operand[which]
-        operand.data = <char *>view.buf
-        operand.head_stride = stride_of(view, n_own)
-        operand.row_stride = stride_of(view, n_own - 1)
-        self.problem.batch_offset[which] = self.offset + which * self.problem.n_batch
-        set_batch_offsets(self.offset + which * self.problem.n_batch, view, batch_shape, n_own)
+        cdef ptrdiff_t *offset = self.offset + which * self.problem.n_batch
+        operand.data, operand.storage = <char *>view.buf, <mha_storage>storage
+        operand.head_stride, operand.row_stride = stride_of(view, n_own), stride_of(view, n_own - 1)
+        operand.column_stride = stride_of(view, n_own - 2) if n_own > 2 else 0
+        operand.batch_offset = offset
+        set_batch_offsets(offset, view, batch_shape, n_own)
         return view
 
     cdef void pack(self, int which, const int64_t *boundary):
@@ -380,18 +385,72 @@ cdef int set_batch_offsets(ptrdiff_t *offset, const Py_buffer *view, tuple shape
     return 0
 
 
-cdef int set_statistics(Buffers buffers, what) except -1:
-    """Each query head becomes a batch_head of its own, so that a lane is a query of one head."""
+cdef int ask_statistics(Buffers buffers, what) except -1:
+    """What `what`, a `Measured` of mha_fast/_statistics.py, asks for."""
     cdef mha_problem *p = &buffers.problem
-    p.share, p.group_size, p.n_kv_head = p.group_size, 1, p.n_head
-    p.offset = <const int64_t *>buffers.numbers(what.offsets)
-    p.n_offset = what.offsets.shape[0]
+    p.packed_heads, p.n_row_head = 1, p.n_head
+    p.asked.offset = <const int64_t *>buffers.numbers(what.offsets)
+    p.asked.n_offset = what.offsets.shape[0]
     if what.key_sets is not None:
-        p.key_set = <const uint8_t *>buffers.numbers(what.key_sets)
-        p.n_set = what.key_sets.shape[1]
-    p.ignored = <const uint8_t *>buffers.numbers(what.ignored)
+        p.asked.key_set = <const uint8_t *>buffers.numbers(what.key_sets)
+        p.asked.n_set = what.key_sets.shape[1]
+    p.asked.ignored = <const uint8_t *>buffers.numbers(what.ignored)
     if what.received is not None:
-        p.received = <double *>buffers.acquire(what.received, PyBUF_STRIDES | PyBUF_WRITABLE).buf
+        p.asked.received = <double *>buffers.acquire(what.received, PyBUF_STRIDES | PyBUF_WRITABLE).buf
+    return 0
+
+
+cdef int set_operands(Buffers buffers, call, out, lse) except -1:
+    """Sizes, and where the arrays of a call lie."""
+    cdef mha_problem *p = &buffers.problem
+    cdef tuple batch_shape = call.batch_shape
+    cdef int element = call.element
+    cdef const int64_t *boundary
+    cdef const Py_buffer *view
+    p.n_batch = call.n_batch
+    buffers.offset = <ptrdiff_t *>malloc(MHA_N_OPERAND * max(p.n_batch, 1) * sizeof(ptrdiff_t))
+    if buffers.offset == NULL:
+        raise MemoryError(f"no memory for the offsets of {p.n_batch} batch entries")
+    view = buffers.operand(MHA_QUERY, call.query, element, batch_shape, 3)
+    p.n_head, p.n_query, p.head_width = length_of(view, 3), length_of(view, 2), length_of(view, 1)
+    view = buffers.operand(MHA_KEY, call.key, element, batch_shape, 3)
+    p.n_kv_head, p.n_key = length_of(view, 3), length_of(view, 2)
+    p.group_size = p.n_head // max(p.n_kv_head, 1)
+    p.packed_heads, p.n_row_head = p.group_size, p.n_kv_head
+    if call.value is not None:
+        p.value_width = length_of(buffers.operand(MHA_VALUE, call.value, element, batch_shape, 3), 1)
+    # Measurements are float64; so is the log-sum-exp of float64, otherwise float32.
+    buffers.operand(MHA_OUT, out, element if call.statistics is None else MHA_FLOAT64, batch_shape, 3)
+    if call.mask is not None:
+        buffers.operand(MHA_MASK, call.mask, call.mask_type, batch_shape, 3)
+    if lse is not None:
+        buffers.operand(MHA_LSE, lse, MHA_FLOAT64 if element == MHA_FLOAT64 else MHA_FLOAT32, batch_shape, 2)
+    if call.cu_seqlens_q is not None:
+        boundary = <const int64_t *>buffers.numbers(call.cu_seqlens_q)
+        buffers.pack(MHA_QUERY, boundary)
+        buffers.pack(MHA_OUT, boundary)
+        buffers.pack(MHA_LSE, boundary)
+        boundary = <const int64_t *>buffers.numbers(call.cu_seqlens_k)
+        buffers.pack(MHA_KEY, boundary)
+        buffers.pack(MHA_VALUE, boundary)
+    return 0
+
+
+cdef int set_options(Buffers buffers, call, size_t item_size) except -1:
+    """Everything else; what is None has no effect."""
+    cdef mha_problem *p = &buffers.problem
+    if call.queries is not None:
+        p.query_index = <const int64_t *>buffers.numbers(call.queries)
+        p.n_query = call.queries.shape[0]
+    p.query_length = <const int64_t *>buffers.numbers(call.q_lengths)
+    p.key_length = <const int64_t *>buffers.numbers(call.kv_lengths)
+    p.query_offset = <const int64_t *>buffers.numbers(call.query_offset)
+    p.alibi_slope = <const double *>buffers.numbers(call.alibi_slopes)
+    p.sink = <const double *>buffers.numbers(call.sinks)
+    p.gate = <const double *>buffers.numbers(call.head_mask)
+    p.window_left, p.window_right = call.window
+    p.softcap = call.softcap
+    choose_units(p, call.scale, item_size)
     return 0
 
 
@@ -403,54 +462,16 @@ def attend(call, out, lse, int n_thread):
     """
     cdef Buffers buffers = Buffers()
     cdef mha_problem *p = &buffers.problem
-    cdef const mha_kernels *k = &chosen.element[<int>call.element]
-    cdef tuple batch_shape = call.batch_shape
-    cdef const int64_t *boundary
-    cdef const Py_buffer *view
-    value, mask = call.value, call.mask
-    p.n_batch = call.n_batch
-    buffers.offset = <ptrdiff_t *>malloc(MHA_N_OPERAND * max(p.n_batch, 1) * sizeof(ptrdiff_t))
-    if buffers.offset == NULL:
-        raise MemoryError(f"no memory for the offsets of {p.n_batch} batch entries")
-    view = buffers.operand(MHA_QUERY, call.query, batch_shape, 3)
-    p.n_head, p.n_query, p.head_width = length_of(view, 3), length_of(view, 2), length_of(view, 1)
-    view = buffers.operand(MHA_KEY, call.key, batch_shape, 3)
-    p.n_kv_head, p.n_key = length_of(view, 3), length_of(view, 2)
-    p.group_size, p.share = p.n_head // max(p.n_kv_head, 1), 1
-    if value is not None:
-        p.mode = MHA_ATTENTION
-        p.value_width = length_of(buffers.operand(MHA_VALUE, value, batch_shape, 3), 1)
+    cdef const mha_kernels *k = mha_kernels_for(chosen, <mha_storage><int>call.element)
+    set_operands(buffers, call, out, lse)
+    set_options(buffers, call, k.item_size)
+    if call.value is not None:
+        run(p, k, matrix_for(p, call.high, call.scale), TILES, n_thread)
+    elif call.statistics is None:
+        run(p, k, NULL, WEIGHTS, n_thread)
     else:
-        p.mode = MHA_WEIGHTS if call.statistics is None else MHA_STATISTICS
-    buffers.operand(MHA_OUT, out, batch_shape, 3)
-    if mask is not None:
-        p.mask_key_stride = stride_of(buffers.operand(MHA_MASK, mask, batch_shape, 3), 1)
-        p.mask_type = <mha_mask_type><int>call.mask_type
-    if lse is not None:
-        buffers.operand(MHA_LSE, lse, batch_shape, 2)
-    if call.cu_seqlens_q is not None:
-        boundary = <const int64_t *>buffers.numbers(call.cu_seqlens_q)
-        buffers.pack(MHA_QUERY, boundary)
-        buffers.pack(MHA_OUT, boundary)
-        buffers.pack(MHA_LSE, boundary)
-        boundary = <const int64_t *>buffers.numbers(call.cu_seqlens_k)
-        buffers.pack(MHA_KEY, boundary)
-        buffers.pack(MHA_VALUE, boundary)
-    if call.queries is not None:
-        p.query_index = <const int64_t *>buffers.numbers(call.queries)
-        p.n_query = call.queries.shape[0]
-    p.query_length = <const int64_t *>buffers.numbers(call.q_lengths)
-    p.key_length = <const int64_t *>buffers.numbers(call.kv_lengths)
-    p.query_offset = <const int64_t *>buffers.numbers(call.query_offset)
-    p.alibi_slope = <const double *>buffers.numbers(call.alibi_slopes)
-    p.sink = <const double *>buffers.numbers(call.sinks)
-    p.gate = <const double *>buffers.numbers(call.head_mask)
-    if p.mode == MHA_STATISTICS:
-        set_statistics(buffers, call.statistics)
-    p.window_left, p.window_right = call.window
-    p.softcap = call.softcap
-    choose_units(p, call.scale, k.item_size)
-    run(p, k, matrix_of(p, call.element, call.high, call.scale), n_thread)
+        ask_statistics(buffers, call.statistics)
+        run(p, k, NULL, STATISTICS, n_thread)
 
 
 # -------------------------------------------------------------------------------------------- instruction set, threads

@@ -1,5 +1,5 @@
 /* Which instruction sets this build has, and which of them this machine can run.  The only file that asks the CPU. */
-#include "kernels.h"
+#include "contract/instruction_set.h"
 
 #if defined(MHA_HAVE_AMX) && !defined(MHA_EMULATE_MATRIX_UNIT)
 #include <sys/syscall.h>
@@ -107,4 +107,29 @@ int mha_runnable(const mha_isa *isa) {
 #endif
     (void)isa;
     return 1;
+}
+
+const mha_kernels *mha_kernels_for(const mha_isa *isa, mha_storage element) {
+    const mha_element_kernels *own = isa->kernels, *all = mha_built[0]->kernels;
+
+    switch (element) {
+    case MHA_FLOAT32: return own->float32 ? own->float32 : all->float32;
+    case MHA_FLOAT64: return own->float64 ? own->float64 : all->float64;
+    case MHA_FLOAT16: return own->float16 ? own->float16 : all->float16;
+    case MHA_BFLOAT16: return own->bfloat16 ? own->bfloat16 : all->bfloat16;
+    default: return NULL;
+    }
+}
+
+const mha_matrix_kernels *mha_matrix_for(const mha_isa *isa, mha_storage element, int high) {
+    const mha_element_matrix_kernels *own = high ? isa->matrix_high : isa->matrix;
+
+    if (!own) return NULL;
+    switch (element) {
+    case MHA_FLOAT32: return own->float32;
+    case MHA_FLOAT64: return own->float64;
+    case MHA_FLOAT16: return own->float16;
+    case MHA_BFLOAT16: return own->bfloat16;
+    default: return NULL;
+    }
 }

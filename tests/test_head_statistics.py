@@ -54,7 +54,7 @@ class Right(NamedTuple):
 
 def _right(query, key, attn_mask=None, **arguments):
     options = {name: x for name, x in arguments.items() if name not in MEASURES}
-    position = reference._positions(
+    position = reference._scores.positions(
         query.shape[-2], key.shape[-2], options.get("query_offset", 0), options.get("kv_lengths")
     )
     with np.errstate(invalid="ignore"):

@@ -2,7 +2,7 @@
 // scale, softcap, ALiBi, mask, visible range.
 #pragma once
 
-#include "../kernels.h"
+#include "../contract/tiles.h"
 #include "elementary.h"
 
 namespace {

@@ -1,5 +1,6 @@
 // The instruction set "amx": the tables of AVX-512, and beside them the matrix unit.
 #define MHA_ISA_NAMESPACE mha_amx
+#include "../contract/instruction_set.h"
 #include "mask.h"
 #include "matrix_tile.h"
 #include "outliers.h"
@@ -10,38 +11,37 @@ namespace {
 namespace MHA_ISA_NAMESPACE {
 
 // S lies in memory; a number times a number takes N_PRODUCT products of terms.
-template <class S, int N_PRODUCT> constexpr mha_matrix matrix(ptrdiff_t min_rows) {
-    constexpr int n_term = products<N_PRODUCT>::n_term;
+template <class S, int N_PRODUCT> constexpr mha_matrix_kernels matrix_of(ptrdiff_t min_rows) {
     static_assert(products<N_PRODUCT>::block_keys <= MHA_MATRIX_MAX_PANELS * MHA_MATRIX_PANEL, "a norm per panel");
     return {
-        n_term,
-        products<N_PRODUCT>::block_keys,
-        N_PRODUCT == 1 ? most_exponent : 0,
-        min_rows,
-        begin_tiles,
-        end_tiles,
-        pack_queries<S, N_PRODUCT>,
-        pack_keys<S, N_PRODUCT>,
-        pack_values<S, N_PRODUCT>,
-        step<N_PRODUCT>,
-        repair_scores<S>,
-        add_outliers<S, n_term>,
-        begin<float, MHA_MATRIX_ROWS>,
-        adjust<float, MHA_MATRIX_ROWS>,
-        mask_tile<float, MHA_MATRIX_ROWS>,
-        finish<float, S, MHA_MATRIX_ROWS>,
+        .n_term = products<N_PRODUCT>::n_term,
+        .block_keys = products<N_PRODUCT>::block_keys,
+        .most_short = N_PRODUCT == 1 ? most_exponent : 0,
+        .min_rows = min_rows,
+        .acquire = begin_tiles,
+        .release = end_tiles,
+        .pack_queries = pack_queries<S, N_PRODUCT>,
+        .pack_keys = pack_keys<S, N_PRODUCT>,
+        .pack_values = pack_values<S, N_PRODUCT>,
+        .step = step<N_PRODUCT>,
+        .repair_scores = repair_scores<S>,
+        .add_outliers = add_outliers<S, products<N_PRODUCT>::n_term>,
+        .begin = begin<float, MHA_MATRIX_ROWS>,
+        .adjust = adjust<float, MHA_MATRIX_ROWS>,
+        .mask_tile = mask_tile<float, MHA_MATRIX_ROWS>,
+        .finish = finish<float, S, MHA_MATRIX_ROWS>,
     };
 }
 
 // float16 would do with fewer products: two of its three terms hold all of it.  But two terms of the weights would leave
 // 2**-16 of each, which is more than one rounding at the end.
-constexpr mha_matrix float32_highest = matrix<float, 6>(256), float32_high = matrix<float, 3>(128),
-                     float16_any = matrix<float16, 6>(256), bfloat16_any = matrix<bfloat16, 1>(64);
+constexpr mha_matrix_kernels float32_highest = matrix_of<float, 6>(256), float32_high = matrix_of<float, 3>(128),
+                             float16_any = matrix_of<float16, 6>(256), bfloat16_any = matrix_of<bfloat16, 1>(64);
 
-constexpr const mha_matrix *matrices[] = {
-    &float32_highest, nullptr, &float16_any, &bfloat16_any,  // precision "highest"
-    &float32_high,    nullptr, &float16_any, &bfloat16_any,  // "high"
-};
+constexpr mha_element_matrix_kernels highest = {
+    .float32 = &float32_highest, .float64 = nullptr, .float16 = &float16_any, .bfloat16 = &bfloat16_any};
+constexpr mha_element_matrix_kernels high = {
+    .float32 = &float32_high, .float64 = nullptr, .float16 = &float16_any, .bfloat16 = &bfloat16_any};
 
 double matrix_rounds(ptrdiff_t n) {
     begin_tiles();
@@ -67,12 +67,13 @@ double matrix_rounds(ptrdiff_t n) {
 }  // namespace MHA_ISA_NAMESPACE
 }  // namespace
 
-extern "C" const mha_kernels mha_kernels_avx512[];
+extern "C" const mha_element_kernels mha_kernels_avx512;
 
 extern "C" const mha_isa mha_isa_amx = {
-    "amx",
-    mha_kernels_avx512,
-    MHA_ISA_NAMESPACE::matrices,
-    MHA_ISA_NAMESPACE::multiply_add_rounds,
-    MHA_ISA_NAMESPACE::matrix_rounds,
+    .name = "amx",
+    .kernels = &mha_kernels_avx512,
+    .matrix = &MHA_ISA_NAMESPACE::highest,
+    .matrix_high = &MHA_ISA_NAMESPACE::high,
+    .multiply_add_rounds = MHA_ISA_NAMESPACE::multiply_add_rounds,
+    .matrix_rounds = MHA_ISA_NAMESPACE::matrix_rounds,
 };

@@ -1,6 +1,7 @@
 // Few rows: a vector lane is a feature, every K and V row is read once for all rows.
 #pragma once
 
+#include "../contract/decode.h"
 #include "adjust.h"
 #include "finish.h"
 #include "storage.h"

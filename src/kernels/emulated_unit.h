@@ -87,11 +87,13 @@ MHA_INLINE __m256i rounded_sum(__m256i a, __m256i b, __m256i c) {
     const __mmask16 exact = _mm512_cmp_ps_mask(down, up, _CMP_EQ_OQ), nan = _mm512_cmp_ps_mask(down, up, _CMP_UNORD_Q);
     const __mmask16 up_is_odd = _mm512_test_epi32_mask((__m512i)up, _mm512_set1_epi32(1));
     const __m512 odd = _mm512_mask_mov_ps(down, up_is_odd, up);
-    return _mm512_cvtps_ph(_mm512_mask_mov_ps(odd, exact | nan, nearest), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    return _mm512_cvtps_ph(_mm512_mask_mov_ps(odd, exact | nan, nearest),
+                           _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 MHA_INLINE halves multiply_add(halves a, halves b, halves c) {
     const __m256i low = rounded_sum(_mm512_castsi512_si256(a), _mm512_castsi512_si256(b), _mm512_castsi512_si256(c));
-    const __m256i high = rounded_sum(_mm512_extracti64x4_epi64(a, 1), _mm512_extracti64x4_epi64(b, 1), _mm512_extracti64x4_epi64(c, 1));
+    const __m256i high =
+        rounded_sum(_mm512_extracti64x4_epi64(a, 1), _mm512_extracti64x4_epi64(b, 1), _mm512_extracti64x4_epi64(c, 1));
     return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
 }
 

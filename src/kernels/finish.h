@@ -1,7 +1,7 @@
 // From the running maximum and total of a row to the factor of its output and its log-sum-exp.
 #pragma once
 
-#include "../kernels.h"
+#include "../contract/tiles.h"
 #include "vector.h"
 
 namespace {

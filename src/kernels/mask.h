@@ -190,30 +190,30 @@ int read_bool_tile(T *bias, char *block, const char *const *row, ptrdiff_t n_row
 }
 
 template <class T>
-int mask_row(void *bias_, const char *row, ptrdiff_t key_stride, ptrdiff_t n_key, mha_mask_type type) {
+int mask_row(void *bias_, const char *row, ptrdiff_t key_stride, ptrdiff_t n_key, mha_storage storage) {
     T *bias = (T *)bias_;
-    switch (type) {
+    switch (storage) {
     case MHA_BOOL: return read_row<T, bool_element>(bias, row, key_stride, n_key);
     case MHA_FLOAT16: return read_row<T, half_element<float16>>(bias, row, key_stride, n_key);
     case MHA_BFLOAT16: return read_row<T, half_element<bfloat16>>(bias, row, key_stride, n_key);
     case MHA_FLOAT32: return read_row<T, float32_element>(bias, row, key_stride, n_key);
     case MHA_FLOAT64: return read_row<T, float64_element>(bias, row, key_stride, n_key);
-    case MHA_NO_MASK: break;
+    case MHA_ABSENT: break;
     }
     return MHA_MASK_VISIBLE;
 }
 
 template <class T, int ROWS>
 int mask_tile(void *bias_, void *work, const char *const *row, ptrdiff_t n_row, ptrdiff_t key_stride, ptrdiff_t n_key,
-              mha_mask_type type) {
+              mha_storage storage) {
     T *bias = (T *)bias_;
-    switch (type) {
+    switch (storage) {
     case MHA_BOOL: return read_bool_tile<T, ROWS>(bias, (char *)work, row, n_row, key_stride, n_key);
     case MHA_FLOAT16: return read_tile<T, ROWS, half_element<float16>>(bias, row, n_row, key_stride, n_key);
     case MHA_BFLOAT16: return read_tile<T, ROWS, half_element<bfloat16>>(bias, row, n_row, key_stride, n_key);
     case MHA_FLOAT32: return read_tile<T, ROWS, float32_element>(bias, row, n_row, key_stride, n_key);
     case MHA_FLOAT64: return read_tile<T, ROWS, float64_element>(bias, row, n_row, key_stride, n_key);
-    case MHA_NO_MASK: break;
+    case MHA_ABSENT: break;
     }
     return MHA_MASK_VISIBLE;
 }

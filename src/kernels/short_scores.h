@@ -65,7 +65,8 @@ struct shortening {
             const float *s = passing + (panel % MHA_MATRIX_PASSING * panel_keys + pair) * matrix_rows;
             uint16_t *p = at + panel * term_numbers + pair * tile_depth;
             MHA_UNROLL for (int half = 0; half < 2; half++) {
-                const short_bits both = shortened(load(s + half * tile_edge), load(s + tile_edge * matrix_rows + half * tile_edge));
+                const short_bits both =
+                    shortened(load(s + half * tile_edge), load(s + tile_edge * matrix_rows + half * tile_edge));
                 store((float *)(p + half * tile_numbers), (vec<float>)both);
                 highest[half] = (short_bits)_mm512_max_epu16((__m512i)highest[half], (__m512i)both);
             }
@@ -77,7 +78,8 @@ struct shortening {
         const __m512i lower_to_upper = _mm512_set4_epi32(0x0d0c0d0c, 0x09080908, 0x05040504, 0x01000100);
         first = first * scale + shift;
         second = second * scale + shift;
-        return (short_bits)_mm512_mask_shuffle_epi8((__m512i)first, 0xcccccccccccccccc, (__m512i)second, lower_to_upper);
+        return (short_bits)_mm512_mask_shuffle_epi8((__m512i)first, 0xcccccccccccccccc, (__m512i)second,
+                                                    lower_to_upper);
     }
     MHA_INLINE void finish(mha_matrix_item *item) {
         up_to(n);
@@ -108,14 +110,16 @@ struct short_weighing {
         vec<float> base[2];
         MHA_UNROLL for (int half = 0; half < 2; half++) {
             float *maximum = item->maximum + half * tile_edge;
-            const vec<float> old = load(maximum), now = larger<float>(load(item->block_maximum + half * tile_edge), old);
+            const vec<float> old = load(maximum),
+                             now = larger<float>(load(item->block_maximum + half * tile_edge), old);
             // The next step of the fixed point from there; a maximum on a step stays in spite of its rounding.
-            base[half] = (vec<float>)_mm512_roundscale_ps((__m512)((now * exp_scale - lowest_exponent) * exponent_steps - 0.01f),
-                                                          _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC);
+            base[half] =
+                (vec<float>)_mm512_roundscale_ps((__m512)((now * exp_scale - lowest_exponent) * exponent_steps - 0.01f),
+                                                 _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC);
             // Lanes without a row hold anything, and must not decide.
             const vec<float> row = lane_numbers<float>() + float(half * tile_edge);
             reached &= all_within(row < float(item->n_row) ? base[half] : vec<float>{}, 65535.0f);
-            offset[half] = (short_bits)((float_bits)__builtin_convertvector(base[half], ivec<float>) * 0x10001);
+            offset[half] = (short_bits)((float_bits) __builtin_convertvector(base[half], ivec<float>) * 0x10001);
             offset[half] = offset_of_one - offset[half];
             base[half] = (base[half] * (1 / exponent_steps) + lowest_exponent) / exp_scale;
             store(maximum, base[half]);
@@ -127,24 +131,29 @@ struct short_weighing {
     // Another block's maximum is too far above this one's scores: they are widened again.
     __attribute__((noinline)) void weigh_one_by_one(const vec<float> (&base)[2], float exp_scale) {
         auto weight_of = [=](float_bits score, vec<float> from) {
-            const vec<float> exponent = __builtin_convertvector(score, vec<float>) * (1 / exponent_steps) + lowest_exponent;
+            const vec<float> exponent =
+                __builtin_convertvector(score, vec<float>) * (1 / exponent_steps) + lowest_exponent;
             return plus_half_ulp(exp2_nonpositive<float>(exponent - from * exp_scale));
         };
         for (; done < n_unit; done++) {
-            uint16_t *p = at + done / panel_keys * term_numbers + done % 2 * tile_numbers + done % panel_keys / 2 * tile_depth;
+            uint16_t *p =
+                at + done / panel_keys * term_numbers + done % 2 * tile_numbers + done % panel_keys / 2 * tile_depth;
             const float_bits both = (float_bits)load((const float *)p);
-            const vec<float> first = weight_of(both & 0xffff, base[done % 2]), second = weight_of(both >> 16, base[done % 2]);
+            const vec<float> first = weight_of(both & 0xffff, base[done % 2]),
+                             second = weight_of(both >> 16, base[done % 2]);
             total[done % 2] += upper_half(first) + upper_half(second);
             store((float *)p, upper_halves(first, second));
         }
     }
     template <int U> MHA_INLINE void unit() {
         constexpr int half = U % 2;
-        uint16_t *p = at + done / panel_keys * term_numbers + half * tile_numbers + (done % panel_keys / 2 + U / 2) * tile_depth;
+        uint16_t *p =
+            at + done / panel_keys * term_numbers + half * tile_numbers + (done % panel_keys / 2 + U / 2) * tile_depth;
         const __m512i exponent = _mm512_add_epi16((__m512i)load((const float *)p), (__m512i)offset[half]);
         // 1 + f as float16: the offset has its half place in the fraction, which goes here.
         constexpr int fraction_then_flip = 0x6a;  // (exponent & fraction) ^ one
-        const halves t = (halves)_mm512_ternarylogic_epi32(exponent, _mm512_set1_epi16(0x3ff), _mm512_set1_epi16(0x3e00), fraction_then_flip);
+        const halves t = (halves)_mm512_ternarylogic_epi32(exponent, _mm512_set1_epi16(0x3ff),
+                                                           _mm512_set1_epi16(0x3e00), fraction_then_flip);
         // 1540 + 1024 (2**f - 1 - f) by Horner's rule (bench.fit_polynomials; the error is 0.3 rms of the 8 that a weight
         // is rounded to).  From 1024 to 2048 the last place of a float16 number is 1, and its bits count up; 4 rounds.
         halves c = splat_half(80.875f);

@@ -1,6 +1,7 @@
 // Measurements of the weights in the same pass as the online softmax: no weight is kept.
 #pragma once
 
+#include "../contract/statistics.h"
 #include "finish.h"
 #include "row_tile.h"
 

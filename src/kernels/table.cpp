@@ -1,6 +1,7 @@
 // The table of one instruction set.  CMake compiles this file once for each, with its flags and
 //   MHA_ISA             the name users see, also the end of the table's symbol
 //   MHA_ISA_NAMESPACE   where everything else lives, inside an unnamed namespace
+#include "../contract/instruction_set.h"
 #include "decode.h"
 #include "mask.h"
 #include "row_tile.h"
@@ -11,39 +12,44 @@ namespace {
 namespace MHA_ISA_NAMESPACE {
 
 // T computes, S lies in memory.
-template <class T, class S> constexpr mha_kernels kernels(decltype(mha_kernels::widen) widen_rows) {
+template <class T, class S> constexpr mha_kernels kernels_of(decltype(mha_kernels::widen) widen_rows) {
     return {
-        sizeof(S),
-        sizeof(T),
-        tile_rows<T>,
-        lanes<T>,
-        widen_rows,
-        pack_query<T, S>,
-        begin<T, tile_rows<T>>,
-        scores<T>,
-        adjust<T, tile_rows<T>>,
-        softmax<T>,
-        values<T>,
-        values_guarded<T>,
-        finish<T, S, tile_rows<T>>,
-        store_weights<T, S>,
-        finish_factors<T>,
-        measure<T>,
-        finish_measure<T>,
-        add_received<T>,
-        all_finite<T, T>,
-        mask_tile<T, tile_rows<T>>,
-        decode_pack_query<T, S>,
-        decode_scores<T, S>,
-        decode_adjust<T>,
-        decode_softmax<T>,
-        decode_values<T, S>,
-        decode_values_guarded<T, S>,
-        decode_combine<T, S>,
-        all_finite<T, S>,
-        mask_row<T>,
+        .stored_size = sizeof(S),
+        .item_size = sizeof(T),
+        .tile_rows = tile_rows<T>,
+        .lanes = lanes<T>,
+        .widen = widen_rows,
+        .mask = {.row = mask_row<T>, .tile = mask_tile<T, tile_rows<T>>},
+        .tile =
+            {
+                .pack_query = pack_query<T, S>,
+                .begin = begin<T, tile_rows<T>>,
+                .scores = scores<T>,
+                .adjust = adjust<T, tile_rows<T>>,
+                .softmax = softmax<T>,
+                .values = values<T>,
+                .values_guarded = values_guarded<T>,
+                .finish = finish<T, S, tile_rows<T>>,
+                .store_weights = store_weights<T, S>,
+                .finish_factors = finish_factors<T>,
+                .all_finite = all_finite<T, T>,
+            },
+        .decode =
+            {
+                .pack_query = decode_pack_query<T, S>,
+                .scores = decode_scores<T, S>,
+                .adjust = decode_adjust<T>,
+                .softmax = decode_softmax<T>,
+                .values = decode_values<T, S>,
+                .values_guarded = decode_values_guarded<T, S>,
+                .combine = decode_combine<T, S>,
+                .all_finite = all_finite<T, S>,
+            },
+        .statistics = {.measure = measure<T>, .finish = finish_measure<T>, .add_received = add_received<T>},
     };
 }
+template <class T> constexpr mha_kernels kernels = kernels_of<T, T>(nullptr);
+template <class S> constexpr mha_kernels kernels_16_bit = kernels_of<float, S>(widen<float, S>);
 
 static_assert(tile_rows<float> <= MHA_MAX_ROWS, "the loop sizes its row arrays by MHA_MAX_ROWS");
 static_assert(MHA_KEY_BLOCK % lanes<float> == 0 && MHA_KEY_SPLIT % lanes<float> == 0, "score rows are whole vectors");
@@ -57,15 +63,18 @@ static_assert(MHA_KEY_BLOCK % lanes<float> == 0 && MHA_KEY_SPLIT % lanes<float> 
 #define MHA_TEXT(a) MHA_TEXT_(a)
 
 // Named by instruction set: another one may take its tables from here.
-extern "C" const mha_kernels MHA_JOIN(mha_kernels_, MHA_ISA)[] = {
-    MHA_ISA_NAMESPACE::kernels<float, float>(nullptr),
-    MHA_ISA_NAMESPACE::kernels<double, double>(nullptr),
-    MHA_ISA_NAMESPACE::kernels<float, MHA_ISA_NAMESPACE::float16>(
-        MHA_ISA_NAMESPACE::widen<float, MHA_ISA_NAMESPACE::float16>),
-    MHA_ISA_NAMESPACE::kernels<float, MHA_ISA_NAMESPACE::bfloat16>(
-        MHA_ISA_NAMESPACE::widen<float, MHA_ISA_NAMESPACE::bfloat16>),
+extern "C" const mha_element_kernels MHA_JOIN(mha_kernels_, MHA_ISA) = {
+    .float32 = &MHA_ISA_NAMESPACE::kernels<float>,
+    .float64 = &MHA_ISA_NAMESPACE::kernels<double>,
+    .float16 = &MHA_ISA_NAMESPACE::kernels_16_bit<MHA_ISA_NAMESPACE::float16>,
+    .bfloat16 = &MHA_ISA_NAMESPACE::kernels_16_bit<MHA_ISA_NAMESPACE::bfloat16>,
 };
 
 extern "C" const mha_isa MHA_JOIN(mha_isa_, MHA_ISA) = {
-    MHA_TEXT(MHA_ISA), MHA_JOIN(mha_kernels_, MHA_ISA), nullptr, MHA_ISA_NAMESPACE::multiply_add_rounds, nullptr,
+    .name = MHA_TEXT(MHA_ISA),
+    .kernels = &MHA_JOIN(mha_kernels_, MHA_ISA),
+    .matrix = nullptr,
+    .matrix_high = nullptr,
+    .multiply_add_rounds = MHA_ISA_NAMESPACE::multiply_add_rounds,
+    .matrix_rounds = nullptr,
 };

@@ -11,7 +11,7 @@
 // error of about 2**-16.
 #pragma once
 
-#include "../kernels.h"
+#include "../contract/matrix.h"
 #include "storage.h"
 #include "tile_registers.h"
 

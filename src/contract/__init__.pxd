@@ -1,0 +1,1 @@
+# Cython's view of the headers beside these files, where every name is explained.
