@@ -3,12 +3,11 @@
 #pragma once
 
 #include "../contract/tiles.h"
-#include "elementary.h"
+#include "softmax.h"
 
 namespace {
 namespace MHA_ISA_NAMESPACE {
 
-template <class T> constexpr T infinity = T(__builtin_inf());
 template <class T> constexpr T largest_finite = sizeof(T) == 4 ? T(__FLT_MAX__) : T(__DBL_MAX__);
 // Added to a finite score, a number up to this size leaves it finite: it is less than half a unit in the last place of the largest.
 template <class T> constexpr T harmless_bias = T(sizeof(T) == 4 ? 0x1p100 : 0x1p960);

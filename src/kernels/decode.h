@@ -107,10 +107,10 @@ void decode_softmax(void *score_, void *maximum_, void *total_, ptrdiff_t n_row,
         for (ptrdiff_t j = 0; j < n_key; j += lanes<T>) highest = larger<T>(load(score + j), highest);
         T maximum = -infinity<T>;
         MHA_UNROLL for (int i = 0; i < lanes<T>; i++) maximum = highest[i] > maximum ? highest[i] : maximum;
-        const T base = maximum == -infinity<T> ? T(0) : maximum;  // as in the row tiles: no -inf - -inf
+        const vec<T> base = base_of<T>(splat(maximum));
         vec<T> total = {};
         for (ptrdiff_t j = 0; j < n_key; j += lanes<T>) {
-            vec<T> weight = exp2_nonpositive<T>((load(score + j) - base) * exp_scale);
+            vec<T> weight = weight_of<T>(load(score + j), base, exp_scale);
             total += weight;
             store(score + j, weight);
         }
@@ -205,9 +205,9 @@ void decode_combine(char *out, const void *sum, const void *maximum, const void 
     auto partial = [=](const void *first, ptrdiff_t i) { return row_at<T>((const char *)first, partial_stride, i); };
     double highest = minus_infinity, sum_total = 0;
     for (ptrdiff_t i = 0; i < n_partial; i++) highest = *partial(maximum, i) > highest ? *partial(maximum, i) : highest;
-    const double base = highest == minus_infinity ? 0 : highest;
+    const double base = base_of(highest);
     for (ptrdiff_t i = 0; i < n_partial; i++) {
-        factor[i] = T(__builtin_exp2((*partial(maximum, i) - base) * exp_scale));
+        factor[i] = T(weight_of(double(*partial(maximum, i)), base, exp_scale));
         sum_total += double(factor[i]) * *partial(total, i);
     }
     const T last_factor = finish_row<T>(highest, sum_total, 0, how);

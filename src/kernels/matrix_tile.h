@@ -83,13 +83,10 @@ template <int N_PRODUCT> struct weighing {
         scale = splat(exp_scale);
         n_unit = item->n_panel * panel_keys;
         MHA_UNROLL for (int half = 0; half < 2; half++) {
-            float *maximum = item->maximum + half * tile_edge;
-            const vec<float> old = load(maximum),
-                             now = larger<float>(load(item->block_maximum + half * tile_edge), old);
-            store(maximum, now);
-            // as in the row tiles: no -inf - -inf
-            base[half] = now == -infinity<float> ? vec<float>{} : now;
-            store(item->rescale + half * tile_edge, exp2_nonpositive<float>((old - base[half]) * scale));
+            const auto [now, exponent] = raise_maximum<float>(item->maximum + half * tile_edge,
+                                                              load(item->block_maximum + half * tile_edge), scale);
+            base[half] = now;
+            store(item->rescale + half * tile_edge, exp2_nonpositive<float>(exponent));
             total[half] = vec<float>{};
         }
     }
@@ -99,8 +96,8 @@ template <int N_PRODUCT> struct weighing {
         const ptrdiff_t panel = done / panel_keys, pair = done % panel_keys / 2 + U / 2;
         const float *s = score + (panel * panel_keys + pair) * matrix_rows + half * tile_edge;
         uint16_t *w = weight + panel * (n_term * term_numbers) + half * tile_numbers + pair * tile_depth;
-        vec<float> first = exp2_nonpositive<float>((load(s) - base[half]) * scale);
-        vec<float> second = exp2_nonpositive<float>((load(s + tile_edge * matrix_rows) - base[half]) * scale);
+        vec<float> first = weight_of<float>(load(s), base[half], scale);
+        vec<float> second = weight_of<float>(load(s + tile_edge * matrix_rows), base[half], scale);
         if constexpr (n_term > 1) total[half] += first + second;
         MHA_UNROLL for (int p = 0; p < n_term; p++) {
             // Three terms by cutting off are exact; the last of fewer is rounded.

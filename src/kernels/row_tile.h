@@ -105,7 +105,6 @@ void scores(void *score_, void *block_maximum_, const void *query_, ptrdiff_t n_
     });
 }
 
-// Online softmax (Milakov & Gimelshein 2018): rescale = 2**((old maximum - new maximum) * exp_scale).
 template <class T>
 void softmax(void *score_, const void *block_maximum_, void *maximum_, void *total_, void *rescale_, ptrdiff_t n_row,
              ptrdiff_t n_key, double exp_scale_) {
@@ -116,17 +115,16 @@ void softmax(void *score_, const void *block_maximum_, void *maximum_, void *tot
         constexpr int n_vector = decltype(vectors)::value;
         vec<T> base[n_vector], even[n_vector], odd[n_vector];  // two shorter sums: fewer roundings each
         MHA_UNROLL for (int x = 0; x < n_vector; x++) {
-            vec<T> old = load(maximum + x * lanes<T>), now = larger<T>(load(block_maximum + x * lanes<T>), old);
-            store(maximum + x * lanes<T>, now);
-            // A row that has seen no key yet has maximum -inf; -inf - -inf would be NaN, -inf - 0 gives weight 0.
-            base[x] = now == -infinity<T> ? vec<T>{} : now;
-            store(rescale + x * lanes<T>, exp2_nonpositive<T>((old - base[x]) * exp_scale));
+            const auto [now, exponent] =
+                raise_maximum<T>(maximum + x * lanes<T>, load(block_maximum + x * lanes<T>), exp_scale);
+            base[x] = now;
+            store(rescale + x * lanes<T>, exp2_nonpositive<T>(exponent));
             even[x] = odd[x] = vec<T>{};
         }
         auto weigh = [&](ptrdiff_t j, vec<T>(&sum)[n_vector]) __attribute__((always_inline)) {
             MHA_UNROLL for (int x = 0; x < n_vector; x++) {
                 T *at = score + j * tile_rows<T> + x * lanes<T>;
-                vec<T> weight = exp2_nonpositive<T>((load(at) - base[x]) * exp_scale);
+                vec<T> weight = weight_of<T>(load(at), base[x], exp_scale);
                 sum[x] += weight;
                 store(at, weight);
             }
@@ -274,14 +272,11 @@ void store_weights(char *const *out, const void *score_, const void *maximum_, c
     const T *score = (const T *)score_, *maximum = (const T *)maximum_, *factor = (const T *)factor_;
     const T exp_scale = T(exp_scale_);
     for (ptrdiff_t r = 0; r < n_row; r += lanes<T>) {
-        const vec<T> highest = load(maximum + r), base = highest == -infinity<T> ? vec<T>{} : highest;
         for (ptrdiff_t j = 0; j < n_key; j += lanes<T>) {
             vec<T> square[lanes<T>];
             for (int i = 0; i < lanes<T>; i++) {
                 const vec<T> s = j + i < n_key ? load(score + (j + i) * tile_rows<T> + r) : splat(-infinity<T>);
-                // an excluded key has weight 0 even in a row whose other weights are NaN
-                square[i] =
-                    s == -infinity<T> ? vec<T>{} : exp2_nonpositive<T>((s - base) * exp_scale) * load(factor + r);
+                square[i] = known_weight<T>(s, load(maximum + r), exp_scale, load(factor + r));
             }
             store_rows<T, S>(out + r, j, square, n_row - r, n_key - j);
         }

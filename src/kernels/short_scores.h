@@ -123,7 +123,7 @@ struct short_weighing {
             offset[half] = offset_of_one - offset[half];
             base[half] = (base[half] * (1 / exponent_steps) + lowest_exponent) / exp_scale;
             store(maximum, base[half]);
-            store(item->rescale + half * tile_edge, exp2_nonpositive<float>((old - base[half]) * exp_scale));
+            store(item->rescale + half * tile_edge, weight_of<float>(old, base[half], exp_scale));
             total[half] = vec<float>{};
         }
         if (!reached) weigh_one_by_one(base, exp_scale);

@@ -13,13 +13,12 @@ namespace MHA_ISA_NAMESPACE {
 template <class T>
 MHA_INLINE void move_maximum(mha_moments *sums, const T *block_maximum, ptrdiff_t row, T exp_scale, vec<T> &base) {
     T *maximum = (T *)sums->maximum + row, *total = (T *)sums->total + row, *moment = (T *)sums->moment + row;
-    const vec<T> old = load(maximum), now = larger<T>(load(block_maximum + row), old);
-    base = now == -infinity<T> ? vec<T>{} : now;
-    const vec<T> d = (old - base) * exp_scale, a = exp2_nonpositive<T>(d);
+    const raised<T> step = raise_maximum<T>(maximum, load(block_maximum + row), exp_scale);
+    const vec<T> d = step.exponent, a = exp2_nonpositive<T>(d);
+    base = step.base;
     // before the first key d is -inf and everything is 0
     store(moment, a == T(0) ? vec<T>{} : a * (load(moment) + d * load(total)));
     store(total, load(total) * a);
-    store(maximum, now);
     T *far = (T *)sums->far + row;
     store(far, load(far) * a);
     for (ptrdiff_t i = 0; i < sums->n_set; i++) {
@@ -97,10 +96,9 @@ void add_received(double *received, const void *score_, const void *maximum_, co
     for (ptrdiff_t j = 0; j < n_key; j++) {
         vec<T> sum = {};
         for (ptrdiff_t row = 0; row < n_row; row += lanes<T>) {
-            const vec<T> highest = load(maximum + row), base = highest == -infinity<T> ? vec<T>{} : highest;
             const vec<T> f = load(factor + row), s = load(score + j * tile_rows<T> + row);
-            const vec<T> w = exp2_nonpositive<T>((s - base) * exp_scale) * f;
-            sum += ((f == T(0)) | (s == -infinity<T>)) ? vec<T>{} : w;
+            const vec<T> w = known_weight<T>(s, load(maximum + row), exp_scale, f);
+            sum += f == T(0) ? vec<T>{} : w;
         }
         received[j] += lane_sum<T>(sum);
     }
