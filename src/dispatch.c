@@ -5,62 +5,12 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
-#if defined(MHA_HAVE_AVX2) || defined(MHA_HAVE_AVX512)
-#include <cpuid.h>
-
-/* Not every compiler lets __builtin_cpu_supports() ask for it: Clang 14 does not. */
-static int has_f16c(void) {
-    unsigned a, b, c, d;
-
-    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
-}
-#endif
 
 #if defined(MHA_EMULATE_MATRIX_UNIT)
 const int mha_emulates_matrix_unit = 1;
-
-static int has_matrix_unit(void) { return 1; }
 #else
 const int mha_emulates_matrix_unit = 0;
 #endif
-
-#if defined(MHA_HAVE_AMX) && !defined(MHA_EMULATE_MATRIX_UNIT)
-/* Bits of CPUID leaf 7 (ecx, edx), of its second part (eax), and of XCR0 (Intel SDM, volume 1, chapters 13 and 18). */
-enum {
-    AVX512_VBMI2 = 1 << 6,
-    TILES_AND_FP16 = 1 << 22 | 1 << 23 | 1 << 24, /* AMX-BF16, AVX512-FP16, AMX-TILE */
-    AVX512_BF16 = 1 << 5,
-    TILE_STATES = 3 << 17
-};
-
-static int has_matrix_unit(void) {
-    unsigned a, b, c, d, low, high;
-
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(c & AVX512_VBMI2) || (d & TILES_AND_FP16) != TILES_AND_FP16)
-        return 0;
-    if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a & AVX512_BF16)) return 0;
-    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
-    return (low & TILE_STATES) == TILE_STATES;
-}
-#endif
-
-int mha_tiles_granted(void) {
-#if defined(MHA_EMULATE_MATRIX_UNIT)
-    return 1;
-#elif defined(MHA_HAVE_AMX)
-    enum { REQUEST = 0x1023, TILE_DATA = 18, UNKNOWN = 0, GRANTED, REFUSED };
-    static int answer; /* threads that ask at once get the same one */
-    int known = __atomic_load_n(&answer, __ATOMIC_RELAXED);
-
-    if (known == UNKNOWN) {
-        known = syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0 ? GRANTED : REFUSED;
-        __atomic_store_n(&answer, known, __ATOMIC_RELAXED);
-    }
-    return known == GRANTED;
-#else
-    return 0;
-#endif
-}
 
 extern const mha_isa mha_isa_baseline, mha_isa_avx2, mha_isa_avx512, mha_isa_amx, mha_isa_neon;
 
@@ -83,31 +33,73 @@ const mha_isa *const mha_built[] = {
 
 const int mha_n_built = sizeof mha_built / sizeof mha_built[0];
 
-#if defined(MHA_HAVE_AVX512)
-static int has_avx512(void) {
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma") &&
-           has_f16c();
+/* ---- what the CPU has, and the operating system keeps when it switches between processes ---- */
+
+#if defined(__x86_64__) || defined(__i386__)
+#include <cpuid.h>
+
+/* Intel SDM, volume 2, CPUID; volume 1, chapters 13 and 18 for the bits of XCR0. */
+enum { EAX, EBX, ECX, EDX, N_REGISTER };
+enum { OSXSAVE = 1 << 27, YMM_STATE = 0x06, ZMM_STATE = 0xe6, TILE_STATE = 3 << 17 };
+
+static const struct {
+    uint32_t feature, state;
+    int leaf, part, from, bit;
+} known[] = {
+    {MHA_CPU_AVX2, YMM_STATE, 7, 0, EBX, 5},        {MHA_CPU_FMA, YMM_STATE, 1, 0, ECX, 12},
+    {MHA_CPU_F16C, YMM_STATE, 1, 0, ECX, 29},       {MHA_CPU_AVX512F, ZMM_STATE, 7, 0, EBX, 16},
+    {MHA_CPU_AVX512DQ, ZMM_STATE, 7, 0, EBX, 17},   {MHA_CPU_AVX512BW, ZMM_STATE, 7, 0, EBX, 30},
+    {MHA_CPU_AVX512VL, ZMM_STATE, 7, 0, EBX, 31},   {MHA_CPU_AVX512_VBMI2, ZMM_STATE, 7, 0, ECX, 6},
+    {MHA_CPU_AVX512_BF16, ZMM_STATE, 7, 1, EAX, 5}, {MHA_CPU_AVX512_FP16, ZMM_STATE, 7, 0, EDX, 23},
+    {MHA_CPU_AMX_TILE, TILE_STATE, 7, 0, EDX, 24},  {MHA_CPU_AMX_BF16, TILE_STATE, 7, 0, EDX, 22},
+};
+
+static uint32_t kept_states(void) {
+    unsigned a, b, c, d, low, high;
+
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & OSXSAVE)) return 0;
+    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+#if defined(__APPLE__)
+    low |= ZMM_STATE; /* macOS keeps them from their first use on, and says so only then */
+#endif
+    return low;
 }
+
+static uint32_t cpu_features(void) {
+    uint32_t found = 0, states = kept_states();
+    unsigned reg[N_REGISTER];
+
+    for (size_t i = 0; i < sizeof known / sizeof known[0]; i++)
+        if (__get_cpuid_count(known[i].leaf, known[i].part, &reg[EAX], &reg[EBX], &reg[ECX], &reg[EDX]) &&
+            reg[known[i].from] >> known[i].bit & 1 && (states & known[i].state) == known[i].state)
+            found |= known[i].feature;
+    return found;
+}
+#else
+static uint32_t cpu_features(void) { return 0; }
 #endif
 
-int mha_runnable(const mha_isa *isa) {
-#if defined(MHA_HAVE_AVX2) || defined(MHA_HAVE_AVX512)
-    /* The compiler's run-time library also asks the operating system (XGETBV) whether it keeps the wide registers. */
-    __builtin_cpu_init();
-#endif
-#if defined(MHA_HAVE_AVX2)
-    if (isa == &mha_isa_avx2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
-#endif
-#if defined(MHA_HAVE_AVX512)
-    if (isa == &mha_isa_avx512) return has_avx512();
-#endif
-#if defined(MHA_HAVE_AMX)
-    if (isa == &mha_isa_amx) return has_avx512() && has_matrix_unit();
-#endif
-    (void)isa;
+int mha_runnable(const mha_isa *isa) { return (isa->needs & ~cpu_features()) == 0; }
+
+int mha_tiles_granted(void) {
+#if defined(MHA_EMULATE_MATRIX_UNIT)
     return 1;
+#elif defined(MHA_HAVE_AMX)
+    enum { REQUEST = 0x1023, TILE_DATA = 18, UNKNOWN = 0, GRANTED, REFUSED };
+    static int answer; /* threads that ask at once get the same one */
+    int known = __atomic_load_n(&answer, __ATOMIC_RELAXED);
+
+    if (known == UNKNOWN) {
+        known = syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0 ? GRANTED : REFUSED;
+        __atomic_store_n(&answer, known, __ATOMIC_RELAXED);
+    }
+    return known == GRANTED;
+#else
+    return 0;
+#endif
 }
+
+/* ---- tables ---- */
 
 const mha_kernels *mha_kernels_for(const mha_isa *isa, mha_storage element) {
     const mha_element_kernels *own = isa->kernels, *all = mha_built[0]->kernels;

@@ -39,8 +39,25 @@ typedef struct {
     const mha_matrix_kernels *float32, *float64, *float16, *bfloat16;
 } mha_element_matrix_kernels;
 
+/* What a CPU may lack; the rest is part of every one that the build is for. */
+enum {
+    MHA_CPU_AVX2 = 1 << 0,
+    MHA_CPU_FMA = 1 << 1,
+    MHA_CPU_F16C = 1 << 2,
+    MHA_CPU_AVX512F = 1 << 3,
+    MHA_CPU_AVX512DQ = 1 << 4,
+    MHA_CPU_AVX512BW = 1 << 5,
+    MHA_CPU_AVX512VL = 1 << 6,
+    MHA_CPU_AVX512_VBMI2 = 1 << 7,
+    MHA_CPU_AVX512_BF16 = 1 << 8,
+    MHA_CPU_AVX512_FP16 = 1 << 9,
+    MHA_CPU_AMX_TILE = 1 << 10,
+    MHA_CPU_AMX_BF16 = 1 << 11
+};
+
 typedef struct {
     const char *name;
+    uint32_t needs; /* of these */
     const mha_element_kernels *kernels;
     const mha_element_matrix_kernels *matrix,
         *matrix_high; /* for precision "highest" and "high"; NULL: no matrix unit */

@@ -1,6 +1,6 @@
 // The instruction set "amx": the tables of AVX-512, and beside them the matrix unit.
 #define MHA_ISA_NAMESPACE mha_amx
-#include "../contract/instruction_set.h"
+#include "features.h"
 #include "mask.h"
 #include "matrix_tile.h"
 #include "outliers.h"
@@ -71,6 +71,7 @@ extern "C" const mha_element_kernels mha_kernels_avx512;
 
 extern "C" const mha_isa mha_isa_amx = {
     .name = "amx",
+    .needs = MHA_ISA_NAMESPACE::needed_features,
     .kernels = &mha_kernels_avx512,
     .matrix = &MHA_ISA_NAMESPACE::highest,
     .matrix_high = &MHA_ISA_NAMESPACE::high,

@@ -1,8 +1,8 @@
 // The table of one instruction set.  CMake compiles this file once for each, with its flags and
 //   MHA_ISA             the name users see, also the end of the table's symbol
 //   MHA_ISA_NAMESPACE   where everything else lives, inside an unnamed namespace
-#include "../contract/instruction_set.h"
 #include "decode.h"
+#include "features.h"
 #include "mask.h"
 #include "row_tile.h"
 #include "statistics.h"
@@ -72,6 +72,7 @@ extern "C" const mha_element_kernels MHA_JOIN(mha_kernels_, MHA_ISA) = {
 
 extern "C" const mha_isa MHA_JOIN(mha_isa_, MHA_ISA) = {
     .name = MHA_TEXT(MHA_ISA),
+    .needs = MHA_ISA_NAMESPACE::needed_features,
     .kernels = &MHA_JOIN(mha_kernels_, MHA_ISA),
     .matrix = nullptr,
     .matrix_high = nullptr,
