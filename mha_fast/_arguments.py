@@ -6,27 +6,25 @@ entry, slopes and gates float64 per batch entry and head.
 """
 
 import math
+from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from . import _checks
+from ._options import Options, read_attn_mask, read_return_lse
 from ._typing import Array
 
 # As mha_storage in src/contract/problem.h. bfloat16 is known by its name, since the package that
 # brings it may not be installed.
-BOOL, FLOAT16, BFLOAT16, FLOAT32, FLOAT64 = range(1, 6)
+FLOAT16, BFLOAT16, FLOAT32, FLOAT64 = range(2, 6)
 ELEMENTS = {
     np.dtype(np.float32): FLOAT32,
     np.dtype(np.float64): FLOAT64,
     np.dtype(np.float16): FLOAT16,
 }
-MASK_TYPES = {
-    "bool": BOOL, "float16": FLOAT16, "bfloat16": BFLOAT16, "float32": FLOAT32, "float64": FLOAT64,
-}  # fmt: skip
-FLOATS = "float32, float64, float16 or bfloat16"
-LARGEST_OFFSET = 1 << 60
 
 
 @dataclass
@@ -40,13 +38,16 @@ class Call:
     dtype: np.dtype[Any]
     batch_shape: tuple[int, ...]
     n_batch: int
+    per_head: tuple[int, ...]  # (batch entries..., heads): what numbers per head broadcast to
     lse_shape: tuple[int, ...]
     out_shape: tuple[int, ...]
     one_head: bool
-    scale: float = field(default=1.0, init=False)
+    scale: float
     softcap: float = field(default=0.0, init=False)
     window: tuple[int, int] = field(default=(_checks.UNBOUNDED, _checks.UNBOUNDED), init=False)
+    is_causal: bool = field(default=False, init=False)  # already in the window
     query_offset: Array | None = field(default=None, init=False)
+    ends_together: bool = field(default=False, init=False)  # query_offset is "end"
     kv_lengths: Array | None = field(default=None, init=False)
     alibi_slopes: Array | None = field(default=None, init=False)
     sinks: Array | None = field(default=None, init=False)
@@ -60,6 +61,22 @@ class Call:
     cu_seqlens_k: Array | None = field(default=None, init=False)
     statistics: Any = field(default=None, init=False)  # what to measure, instead of weights
     high: bool = field(default=False, init=False)  # precision "high" is enough
+    return_lse: bool = field(default=False, init=False)
+    out: Array | None = field(default=None, init=False)  # receives the result
+
+    def of_head(self, head: int) -> "Call":
+        """The same call for one query head alone."""
+        group = self.query.shape[-3] // max(self.key.shape[-3], 1)
+        only, kv_only = slice(head, head + 1), slice(head // group, head // group + 1)
+        one = copy(self)
+        one.query, one.key = self.query[..., only, :, :], self.key[..., kv_only, :, :]
+        if self.mask is not None and self.mask.ndim >= 3 and self.mask.shape[-3] > 1:
+            one.mask = self.mask[..., only, :, :]
+        for name in ("alibi_slopes", "sinks", "head_mask"):
+            numbers = getattr(self, name)
+            if numbers is not None:
+                setattr(one, name, np.ascontiguousarray(numbers[..., only]))
+        return one
 
     @property
     def lse_dtype(self) -> type[np.floating[Any]]:
@@ -72,28 +89,23 @@ def check(
     key: Any,
     value: Any,
     attn_mask: Any,
-    is_causal: Any,
-    window: Any,
-    query_offset: Any,
-    kv_lengths: Any,
-    scale: Any,
-    softcap: Any,
-    alibi_slopes: Any,
-    sinks: Any,
-    head_mask: Any,
-    num_threads: Any,
+    return_lse: Any,
+    options: Options,
+    given: Mapping[str, Any],
     queries: Any = None,
 ) -> Call:
-    """Check the arguments of `attention`, or of `attention_weights` where `value` is None."""
+    """Check the arguments of `attention`, or of `attention_weights` where `value` is None.
+
+    `options` are those that the function takes, and `given` those that its caller gave.
+    """
     query, key, value, element = _operands(query, key, value)
     dtype, one_head = query.dtype, query.ndim == 2
     if one_head:
         query, key, value = query[None], key[None], None if value is None else value[None]
     shape, key_shape = query.shape, key.shape
     n_query, head_width = shape[-2:]
-    n_key = key_shape[-2]
     if value is None:
-        value_shape, out_width = key_shape, n_key
+        value_shape, out_width = key_shape, key_shape[-2]
     else:
         value_shape = value.shape
         out_width = value_shape[-1]
@@ -103,6 +115,9 @@ def check(
         _check_sizes(shape, key_shape, value_shape, value is not None)
     per_head = (*batch_shape, shape[-3])
     lse_shape = (*per_head, n_query)
+    if queries is not None:
+        queries = _checks.chosen("queries", queries, n_query)
+        lse_shape = (*per_head, len(queries))
     call = Call(
         _checks.readable(query),
         _checks.readable(key),
@@ -111,33 +126,20 @@ def check(
         dtype,
         batch_shape,
         math.prod(batch_shape),
+        per_head,
         lse_shape,
         (*lse_shape, out_width),
         one_head,
+        _checks.default_scale(head_width),
     )
-    if attn_mask is not None:
-        call.mask, call.mask_type = _mask(attn_mask, (*lse_shape, n_key))
-    if kv_lengths is not None:
-        call.kv_lengths = _checks.integers("kv_lengths", kv_lengths, batch_shape, 0, n_key)
     if queries is not None:
-        call.queries = rows = _checks.chosen("queries", queries, n_query)
-        call.lse_shape = (*per_head, len(rows))
-        call.out_shape = (*call.lse_shape, out_width)
-    call.scale = _checks.scale_factor(scale, head_width)
-    _set_options(
-        call,
-        per_head,
-        n_query,
-        n_key if call.kv_lengths is None else call.kv_lengths,
-        is_causal,
-        window,
-        query_offset,
-        softcap,
-        alibi_slopes,
-        sinks,
-        head_mask,
-        num_threads,
-    )
+        call.queries = queries
+    if attn_mask is not None:
+        read_attn_mask(call, attn_mask)
+    if return_lse is not False:
+        read_return_lse(call, return_lse)
+    if given:
+        options.read(call, given)
     return call
 
 
@@ -147,15 +149,9 @@ def check_packed(
     value: Any,
     cu_seqlens_q: Any,
     cu_seqlens_k: Any,
-    is_causal: Any,
-    window: Any,
-    query_offset: Any,
-    scale: Any,
-    softcap: Any,
-    alibi_slopes: Any,
-    sinks: Any,
-    head_mask: Any,
-    num_threads: Any,
+    return_lse: Any,
+    options: Options,
+    given: Mapping[str, Any],
 ) -> Call:
     """Check the arguments of `attention_varlen`."""
     query, key, value, element = _operands(query, key, value, "(rows, heads, width)")
@@ -178,73 +174,17 @@ def check_packed(
         dtype,
         (),
         n_sequence,
+        (n_sequence, n_head),
         (n_query, n_head),
         (n_query, n_head, value.shape[-1]),
-        one_head=False,
+        False,
+        _checks.default_scale(head_width),
     )
     call.cu_seqlens_q, call.cu_seqlens_k = cu_q, cu_k
     call.q_lengths, call.kv_lengths = np.diff(cu_q), np.diff(cu_k)
-    call.scale = _checks.scale_factor(scale, head_width)
-    _set_options(
-        call,
-        (n_sequence, n_head),
-        call.q_lengths,
-        call.kv_lengths,
-        is_causal,
-        window,
-        query_offset,
-        softcap,
-        alibi_slopes,
-        sinks,
-        head_mask,
-        num_threads,
-    )
+    read_return_lse(call, return_lse)
+    options.read(call, given)
     return call
-
-
-def _set_options(
-    call: Call,
-    per_head: tuple[int, ...],
-    n_query: Any,
-    n_key: Any,
-    is_causal: Any,
-    window: Any,
-    query_offset: Any,
-    softcap: Any,
-    alibi_slopes: Any,
-    sinks: Any,
-    head_mask: Any,
-    num_threads: Any,
-) -> None:
-    """Check what both kinds of call take; `per_head` is (batch entries..., heads)."""
-    if softcap is not None:
-        call.softcap = _checks.softcap_or_zero(softcap)
-    if window is not None or is_causal is not False:
-        call.window = _window(window, is_causal)
-    if type(query_offset) is not int or query_offset != 0:
-        call.query_offset = _offset(query_offset, per_head[:-1], n_query, n_key)
-    if alibi_slopes is not None:
-        call.alibi_slopes = _checks.per_head("alibi_slopes", alibi_slopes, per_head)
-    if sinks is not None:
-        call.sinks = _checks.per_head_only("sinks", sinks, per_head[-1])
-    if head_mask is not None:
-        call.head_mask = _checks.per_head("head_mask", head_mask, per_head)
-    if num_threads is not None:
-        call.n_thread = _checks.positive_int("num_threads", num_threads)
-
-
-def check_out(out: Any, call: Call) -> Array:
-    """Check the array that is to receive the result of a call."""
-    if not isinstance(out, np.ndarray):
-        raise TypeError(f"out is of type {type(out).__name__}; expected a NumPy array")
-    if out.dtype != call.dtype:
-        raise TypeError(f"out has dtype {out.dtype}; expected {call.dtype} like query")
-    expected = call.out_shape[1:] if call.one_head else call.out_shape
-    if out.shape != expected:
-        raise ValueError(f"out has shape {out.shape}; expected {expected}")
-    if not out.flags.writeable:
-        raise ValueError("out is read-only; expected a writeable array")
-    return out
 
 
 # ---- query, key, value ------------------------------------------------------------------------
@@ -276,7 +216,7 @@ def _check_kinds(query: Array, key: Array, value: Array, packed_axes: str | None
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dtype not in ELEMENTS:
             if x.dtype.name != "bfloat16":
-                raise TypeError(f"{name} has dtype {x.dtype}; expected {FLOATS}")
+                raise TypeError(f"{name} has dtype {x.dtype}; expected {_checks.FLOATS}")
             ELEMENTS[x.dtype] = BFLOAT16  # known from now on: to ask for a name takes long
         if x.dtype != query.dtype:
             raise TypeError(f"{name} has dtype {x.dtype}; expected {query.dtype} like query")
@@ -332,45 +272,4 @@ def _check_sizes(
         raise ValueError(f"value has shape {given(value)}; expected {n_key} rows to match key")
     raise ValueError(
         f"query has {n_head} heads; expected a multiple of the {n_kv_head} heads of key"
-    )
-
-
-# ---- what may be seen -------------------------------------------------------------------------
-
-
-def _mask(attn_mask: Any, shape: tuple[int, ...]) -> tuple[Array, int]:
-    mask = _checks.array("attn_mask", attn_mask)
-    if mask.dtype.name not in MASK_TYPES:
-        raise TypeError(f"attn_mask has dtype {mask.dtype}; expected bool, {FLOATS}")
-    own = mask.shape
-    fits = len(own) <= len(shape) and all(
-        n in (1, whole) for n, whole in zip(own[::-1], shape[::-1], strict=False)
-    )
-    if not fits:
-        raise ValueError(
-            f"attn_mask has shape {own}; expected one that broadcasts to {shape} "
-            "(batch axes, heads, queries, keys)"
-        )
-    return _checks.bits(mask), MASK_TYPES[mask.dtype.name]
-
-
-def _window(window: Any, is_causal: Any) -> tuple[int, int]:
-    left, right = _checks.window_bounds(window)
-    return (left, 0) if _checks.flag("is_causal", is_causal) else (left, right)
-
-
-def _offset(
-    query_offset: Any, batch_shape: tuple[int, ...], n_query: Any, n_key: Any
-) -> Array | None:
-    """Return the position of query 0 per batch entry; None where all are 0."""
-    if type(query_offset) is int and query_offset == 0:
-        return None
-    if query_offset is None or isinstance(query_offset, str):
-        if query_offset != "end":
-            error = TypeError if query_offset is None else ValueError
-            raise error(f"query_offset is {query_offset!r}; expected an int, an int array or 'end'")
-        at_end = n_key - n_query
-        return np.full(batch_shape, at_end) if isinstance(at_end, int) else at_end
-    return _checks.integers(
-        "query_offset", query_offset, batch_shape, -LARGEST_OFFSET, LARGEST_OFFSET
     )

@@ -1,34 +1,31 @@
 """The three functions over the compiled loop: checks before it, the caller's shape after it."""
 
-from copy import copy
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
 from . import _arguments, _checks, _core
-from ._typing import Array, ArrayLike, Window
+from ._options import (
+    ATTENTION,
+    VARLEN,
+    WEIGHTS,
+    AttentionOptions,
+    VarlenOptions,
+    WeightsOptions,
+)
+from ._typing import Array, ArrayLike
 from .config import threads_asked_for
 
 
+@ATTENTION.shown
 def attention(
     query: ArrayLike,
     key: ArrayLike,
     value: ArrayLike,
     attn_mask: ArrayLike | None = None,
     *,
-    is_causal: bool = False,
-    window: Window | None = None,
-    query_offset: ArrayLike | str = 0,
-    kv_lengths: ArrayLike | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    alibi_slopes: ArrayLike | None = None,
-    sinks: ArrayLike | None = None,
-    head_mask: ArrayLike | None = None,
     return_lse: bool = False,
-    precision: str = "highest",
-    out: Array | None = None,
-    num_threads: int | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> Any:
     """Multi-head attention, ``softmax(scale * query @ key.T) @ value`` for every head.
 
@@ -135,28 +132,10 @@ def attention(
     >>> mha_fast.attention(x, x, x, is_causal=True).shape
     (2, 8, 100, 64)
     """
-    _checks.flag("return_lse", return_lse)
-    high = _checks.high_is_enough(precision)
-    call = _arguments.check(
-        query,
-        key,
-        value,
-        attn_mask,
-        is_causal,
-        window,
-        query_offset,
-        kv_lengths,
-        scale,
-        softcap,
-        alibi_slopes,
-        sinks,
-        head_mask,
-        num_threads,
-    )
-    call.high = high
-    return _compute(call, return_lse, out)
+    return _compute(_arguments.check(query, key, value, attn_mask, return_lse, ATTENTION, options))
 
 
+@VARLEN.shown
 def attention_varlen(
     query: ArrayLike,
     key: ArrayLike,
@@ -164,18 +143,8 @@ def attention_varlen(
     cu_seqlens_q: ArrayLike,
     cu_seqlens_k: ArrayLike,
     *,
-    is_causal: bool = False,
-    window: Window | None = None,
-    query_offset: ArrayLike | str = 0,
-    scale: float | None = None,
-    softcap: float | None = None,
-    alibi_slopes: ArrayLike | None = None,
-    sinks: ArrayLike | None = None,
-    head_mask: ArrayLike | None = None,
     return_lse: bool = False,
-    precision: str = "highest",
-    out: Array | None = None,
-    num_threads: int | None = None,
+    **options: Unpack[VarlenOptions],
 ) -> Any:
     """Attention over sequences of any lengths, packed one after the other without padding.
 
@@ -220,28 +189,13 @@ def attention_varlen(
     >>> mha_fast.attention_varlen(x, x, x, [0, 5, 5, 12], [0, 5, 5, 12]).shape
     (12, 8, 64)
     """
-    _checks.flag("return_lse", return_lse)
-    high = _checks.high_is_enough(precision)
     call = _arguments.check_packed(
-        query,
-        key,
-        value,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        is_causal,
-        window,
-        query_offset,
-        scale,
-        softcap,
-        alibi_slopes,
-        sinks,
-        head_mask,
-        num_threads,
+        query, key, value, cu_seqlens_q, cu_seqlens_k, return_lse, VARLEN, options
     )
-    call.high = high
-    return _compute(call, return_lse, out)
+    return _compute(call)
 
 
+@WEIGHTS.shown
 def attention_weights(
     query: ArrayLike,
     key: ArrayLike,
@@ -249,17 +203,8 @@ def attention_weights(
     *,
     queries: Any = None,
     heads: Any = None,
-    is_causal: bool = False,
-    window: Window | None = None,
-    query_offset: ArrayLike | str = 0,
-    kv_lengths: ArrayLike | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    alibi_slopes: ArrayLike | None = None,
-    sinks: ArrayLike | None = None,
-    head_mask: ArrayLike | None = None,
     return_lse: bool = False,
-    num_threads: int | None = None,
+    **options: Unpack[WeightsOptions],
 ) -> Any:
     """Weights that `attention` gives to the values, as an array.
 
@@ -298,72 +243,37 @@ def attention_weights(
     The scores are computed twice, first for the sums, then for the weights, so that also 16-bit
     weights are rounded only once.
     """
-    _checks.flag("return_lse", return_lse)
-    call = _arguments.check(
-        query,
-        key,
-        None,
-        attn_mask,
-        is_causal,
-        window,
-        query_offset,
-        kv_lengths,
-        scale,
-        softcap,
-        alibi_slopes,
-        sinks,
-        head_mask,
-        num_threads,
-        queries,
-    )
+    call = _arguments.check(query, key, None, attn_mask, return_lse, WEIGHTS, options, queries)
     if call.one_head and heads is not None:
         raise ValueError(
             f"heads is {heads!r}; expected none with a query of 2 axes, which has no axis of heads"
         )
     if heads is None:
-        return _compute(call, return_lse, None)
-    picked = _checks.chosen("heads", heads, call.query.shape[-3])
-    return _weights_of_heads(call, picked, return_lse)
+        return _compute(call)
+    return _weights_of_heads(call, _checks.chosen("heads", heads, call.query.shape[-3]))
 
 
-def _weights_of_heads(call: _arguments.Call, heads: Array, return_lse: bool) -> Any:
+def _weights_of_heads(call: _arguments.Call, heads: Array) -> Any:
     """Compute the weights of some heads, one after the other."""
-    n_head = call.query.shape[-3]
-    group = n_head // max(call.key.shape[-3], 1)
     shape = call.out_shape
     weights = np.empty((*shape[:-3], len(heads), *shape[-2:]), call.dtype)
-    lse = np.empty(weights.shape[:-1], call.lse_dtype) if return_lse else None
+    lse = np.empty(weights.shape[:-1], call.lse_dtype) if call.return_lse else None
     for i, head in enumerate(heads):
-        only = slice(head, head + 1)
-        kv_only = slice(head // group, head // group + 1)
-        one = copy(call)
-        one.query = call.query[..., only, :, :]
-        one.key = call.key[..., kv_only, :, :]
-        if call.mask is not None and call.mask.ndim >= 3 and call.mask.shape[-3] > 1:
-            one.mask = call.mask[..., only, :, :]
-        one.alibi_slopes = _of_head(call.alibi_slopes, only)
-        one.sinks = _of_head(call.sinks, only)
-        one.head_mask = _of_head(call.head_mask, only)
         place = slice(i, i + 1)
-        _run(one, weights[..., place, :, :], None if lse is None else lse[..., place, :])
+        own_lse = None if lse is None else lse[..., place, :]
+        _run(call.of_head(head), weights[..., place, :, :], own_lse)
     return weights if lse is None else (weights, lse)
 
 
-def _of_head(numbers: Array | None, only: slice) -> Array | None:
-    return None if numbers is None else np.ascontiguousarray(numbers[..., only])
-
-
-def _compute(call: _arguments.Call, return_lse: bool, out: Array | None) -> Any:
+def _compute(call: _arguments.Call) -> Any:
     """Allocate what is missing, run the kernel, and give the result the caller's shape."""
-    one_head, in_place = call.one_head, False
-    if out is not None:
-        _arguments.check_out(out, call)
-        in_place = _writable_in_place(out, call)
+    one_head, out = call.one_head, call.out
+    in_place = out is not None and _writable_in_place(out, call)
     if out is not None and in_place:
         result = out[None] if one_head else out
     else:
         result = np.empty(call.out_shape, call.dtype)
-    lse = np.empty(call.lse_shape, call.lse_dtype) if return_lse else None
+    lse = np.empty(call.lse_shape, call.lse_dtype) if call.return_lse else None
     if call.cu_seqlens_q is None:
         _run(call, result, lse)
     else:

@@ -12,6 +12,7 @@ from ._typing import Array
 # Wider than any array; a position plus or minus it still fits int64. Also in src/_core.pyx.
 UNBOUNDED = 1 << 61
 FLOAT_NAMES = ("float16", "bfloat16", "float32", "float64")
+FLOATS = "float32, float64, float16 or bfloat16"
 BUFFER_DTYPES = frozenset(map(np.dtype, (np.bool_, np.float16, np.float32, np.float64)))
 
 
@@ -73,23 +74,24 @@ def number(name: str, value: Any) -> float:
         raise TypeError(f"{name} is {value!r}; expected a number") from None
 
 
-def scale_factor(scale: Any, head_width: int) -> float:
-    """Return the scale; 1 / sqrt(head_width) for None, and 1 for an empty dot product."""
-    if scale is None:
-        return 1.0 / math.sqrt(head_width) if head_width else 1.0
-    result = number("scale", scale)
+def default_scale(head_width: int) -> float:
+    """Return 1 / sqrt(head_width), and 1 for an empty dot product."""
+    return 1.0 / math.sqrt(head_width) if head_width else 1.0
+
+
+def finite(name: str, value: Any) -> float:
+    """Return a finite float."""
+    result = number(name, value)
     if not math.isfinite(result):
-        raise ValueError(f"scale is {result}; expected a finite number")
+        raise ValueError(f"{name} is {result}; expected a finite number")
     return result
 
 
-def softcap_or_zero(softcap: Any) -> float:
-    """Return the cap, 0 for none."""
-    if softcap is None:
-        return 0.0
-    result = number("softcap", softcap)
+def finite_above_0(name: str, value: Any) -> float:
+    """Return a finite float above 0."""
+    result = number(name, value)
     if not (result > 0 and math.isfinite(result)):
-        raise ValueError(f"softcap is {result}; expected a finite number above 0")
+        raise ValueError(f"{name} is {result}; expected a finite number above 0")
     return result
 
 
@@ -101,9 +103,7 @@ def high_is_enough(precision: Any) -> bool:
 
 
 def window_bounds(window: Any) -> tuple[int, int]:
-    """Return (left, right), UNBOUNDED for None."""
-    if window is None:
-        return UNBOUNDED, UNBOUNDED
+    """Return (left, right), UNBOUNDED for each that is None."""
     expected = "a pair (left, right) of ints or None"
     if isinstance(window, str) or not hasattr(window, "__len__"):
         raise TypeError(f"window is {window!r}; expected {expected}")
@@ -143,7 +143,8 @@ def array(name: str, x: Any) -> Array:
 def readable(x: Array) -> Array:
     """Return `x`, or a copy where the kernel cannot read its rows in place."""
     flags = x.flags
-    if not (flags.aligned and (flags.c_contiguous or has_whole_rows(x))):
+    # `carray` is what nearly all are: contiguous, aligned and writeable.
+    if not (flags.carray or (flags.aligned and (flags.c_contiguous or has_whole_rows(x)))):
         x = copied(x, x.dtype)
     return x if x.dtype in BUFFER_DTYPES else bits(x)
 
@@ -165,6 +166,19 @@ def copied(x: Array, dtype: np.dtype[Any]) -> Array:
     copy = np.empty(stored.shape, dtype)
     np.copyto(copy, stored)
     return np.broadcast_to(copy, x.shape)
+
+
+def result(name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype[Any], like: str) -> Array:
+    """Return the array, if it can receive a result of this shape and dtype."""
+    if not isinstance(x, np.ndarray):
+        raise TypeError(f"{name} is of type {type(x).__name__}; expected a NumPy array")
+    if x.dtype != dtype:
+        raise TypeError(f"{name} has dtype {x.dtype}; expected {dtype} like {like}")
+    if x.shape != shape:
+        raise ValueError(f"{name} has shape {x.shape}; expected {shape}")
+    if not x.flags.writeable:
+        raise ValueError(f"{name} is read-only; expected a writeable array")
+    return x
 
 
 def integers(name: str, x: Any, shape: tuple[int, ...], low: int, high: int) -> Array:
@@ -198,10 +212,8 @@ def reals(name: str, x: Any) -> Array:
     return result
 
 
-def per_head(name: str, x: Any, shape: tuple[int, ...]) -> Array | None:
+def per_head(name: str, x: Any, shape: tuple[int, ...]) -> Array:
     """Return float64 numbers per batch entry and head; `shape` ends with the number of heads."""
-    if x is None:
-        return None
     numbers = reals(name, x)
     if numbers.ndim == 0 or numbers.shape[-1] != shape[-1]:
         raise ValueError(
@@ -210,10 +222,8 @@ def per_head(name: str, x: Any, shape: tuple[int, ...]) -> Array | None:
     return broadcast(name, numbers, shape, np.float64)
 
 
-def per_head_only(name: str, x: Any, n_head: int) -> Array | None:
+def per_head_only(name: str, x: Any, n_head: int) -> Array:
     """Return float64 numbers, exactly one per head."""
-    if x is None:
-        return None
     numbers = reals(name, x)
     if numbers.shape != (n_head,):
         raise ValueError(f"{name} has shape {numbers.shape}; expected ({n_head},), one per head")

@@ -3,13 +3,14 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
 from . import _arguments, _checks, _core
+from ._options import LARGEST_OFFSET, STATISTICS, StatisticsOptions
 from ._statistics_record import HeadStatistics
-from ._typing import Array, ArrayLike, Window
+from ._typing import Array, ArrayLike
 from .config import threads_asked_for
 
 __all__ = ["HeadStatistics", "head_statistics"]
@@ -28,6 +29,7 @@ class Measured:
     received: Array | None  # float64, (n_batch, n_head, n_key), zeros to be added to
 
 
+@STATISTICS.shown
 def head_statistics(
     query: ArrayLike,
     key: ArrayLike,
@@ -37,15 +39,7 @@ def head_statistics(
     key_sets: Sequence[ArrayLike] | Array | None = None,
     ignore_keys: ArrayLike | None = None,
     received: bool = False,
-    is_causal: bool = False,
-    window: Window | None = None,
-    query_offset: ArrayLike | str = 0,
-    kv_lengths: ArrayLike | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    alibi_slopes: ArrayLike | None = None,
-    sinks: ArrayLike | None = None,
-    num_threads: int | None = None,
+    **options: Unpack[StatisticsOptions],
 ) -> HeadStatistics:
     """Measure what each head attends to, in one pass over the scores.
 
@@ -102,22 +96,7 @@ def head_statistics(
     ((2, 8), (2, 8, 3), (2, 8, 100))
     """
     wants_received = _checks.flag("received", received)
-    call = _arguments.check(
-        query,
-        key,
-        None,
-        attn_mask,
-        is_causal,
-        window,
-        query_offset,
-        kv_lengths,
-        scale,
-        softcap,
-        alibi_slopes,
-        sinks,
-        None,
-        num_threads,
-    )
+    call = _arguments.check(query, key, None, attn_mask, False, STATISTICS, options)
     n_query = call.lse_shape[-1]
     n_key = call.key.shape[-2]
     keys = (*call.batch_shape, n_key)
@@ -178,8 +157,7 @@ def _offsets(offsets: Any) -> Array:
     array = _checks.array("offsets", offsets)
     if array.ndim != 1:
         raise ValueError(f"offsets has shape {array.shape}; expected (offsets,)")
-    limit = _arguments.LARGEST_OFFSET
-    return _checks.integers("offsets", array, array.shape, -limit, limit)
+    return _checks.integers("offsets", array, array.shape, -LARGEST_OFFSET, LARGEST_OFFSET)
 
 
 def _key_sets(key_sets: Any, keys: tuple[int, ...]) -> Array | None:

@@ -80,7 +80,7 @@ class Cost:
     @property
     def scale(self) -> float:
         """Factor of the scores."""
-        return _checks.scale_factor(None, self.head_width)
+        return _checks.default_scale(self.head_width)
 
     @property
     def projections(self) -> Part:

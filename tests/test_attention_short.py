@@ -9,16 +9,14 @@ from _support import assert_same_bits, normal_inputs
 
 import mha_fast
 from mha_fast import _arguments
+from mha_fast._options import ATTENTION
 
 # Widths around the pairs and the vectors of 16-bit elements.
 WIDTHS = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 63, 64, 65, 95)
 
 
 def _record(query, key, value, **changed):
-    plain = {"is_causal": False, "window": None, "query_offset": 0, "kv_lengths": None}
-    nothing = dict.fromkeys(("scale", "softcap", "alibi_slopes", "sinks", "head_mask"))
-    options = plain | nothing | {"num_threads": None} | changed
-    return _arguments.check(query, key, value, None, *options.values())
+    return _arguments.check(query, key, value, None, False, ATTENTION, changed)
 
 
 @pytest.mark.parametrize("changed", [{}, {"is_causal": True}])

@@ -1,13 +1,14 @@
 """KVCache: the keys and values of sequences that grow, in place and ready for attention()."""
 
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
 from .. import _checks
 from .._attention import attention
-from .._typing import Array, ArrayLike, Window
+from .._options import CACHED, CachedOptions
+from .._typing import Array, ArrayLike
 
 # Of the buffer through which `reorder` copies: small enough to stay in the processor's cache.
 _BUFFER_BYTES = 1 << 20
@@ -251,6 +252,7 @@ class KVCache:
 
     # ---- attention ----------------------------------------------------------------------------
 
+    @CACHED.shown
     def attend(
         self,
         query: ArrayLike,
@@ -258,16 +260,8 @@ class KVCache:
         *,
         counts: ArrayLike | None = None,
         is_causal: bool = True,
-        window: Window | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
-        alibi_slopes: ArrayLike | None = None,
-        sinks: ArrayLike | None = None,
-        head_mask: ArrayLike | None = None,
         return_lse: bool = False,
-        precision: str = "highest",
-        out: Array | None = None,
-        num_threads: int | None = None,
+        **options: Unpack[CachedOptions],
     ) -> Any:
         """Attention of the newest tokens to all tokens of their sequence.
 
@@ -313,6 +307,7 @@ class KVCache:
         Keys and values are not copied. Time is that of `attention` with the lengths of the
         sequences, padding included.
         """
+        CACHED.check_names(options)
         n_batch, _, _, head_width = self._key.shape
         query = _fitting("query", query, (n_batch, "heads", "queries", head_width), self.dtype)
         n_query = query.shape[2]
@@ -323,18 +318,10 @@ class KVCache:
             self.values,
             attn_mask,
             is_causal=is_causal,
-            window=window,
             query_offset=self._lengths - n_real,
             kv_lengths=self._lengths,
-            scale=scale,
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
-            sinks=sinks,
-            head_mask=head_mask,
             return_lse=return_lse,
-            precision=precision,
-            out=out,
-            num_threads=num_threads,
+            **options,
         )
         if counts is not None:
             padding = np.arange(n_query) >= n_real[:, None]

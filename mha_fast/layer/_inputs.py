@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from .. import _checks
-from .._arguments import LARGEST_OFFSET as LARGEST
+from .._options import LARGEST_OFFSET as LARGEST
 from .._typing import Array, ArrayLike
 from ..cache import KVCache
 from ._sizes import KEY, QUERY, VALUE, LayerSizes
@@ -86,20 +86,6 @@ def batch_shape(inputs: tuple[Array, ...]) -> tuple[int, ...]:
             f"key has shape {key} and value {value}; expected batch axes (all but the last two) "
             f"that broadcast with those of query, {query}"
         ) from None
-
-
-def check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    """Check the array, if there is one, that is to receive a result."""
-    if out is None:
-        return
-    if not isinstance(out, np.ndarray):
-        raise TypeError(f"out is of type {type(out).__name__}; expected a NumPy array")
-    if out.dtype != dtype:
-        raise TypeError(f"out has dtype {out.dtype}; expected {dtype} like the layer")
-    if out.shape != shape:
-        raise ValueError(f"out has shape {out.shape}; expected {shape}")
-    if not out.flags.writeable:
-        raise ValueError("out is read-only; expected a writeable array")
 
 
 # ---- positions --------------------------------------------------------------------------------

@@ -1,14 +1,15 @@
 """MultiHeadAttention: the four projections around attention(), with weights that are NumPy arrays."""
 
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
 from .. import _checks
 from .._attention import attention
-from .._typing import Array, ArrayLike, Window
+from .._options import LAYER, LayerOptions
+from .._typing import Array, ArrayLike
 from ..cache import KVCache
 from . import _inputs, _weights
 from ._inputs import Position
@@ -404,6 +405,7 @@ class MultiHeadAttention:
 
     # ---- the layer ----------------------------------------------------------------------------
 
+    @LAYER.shown
     def __call__(
         self,
         query: ArrayLike,
@@ -414,18 +416,8 @@ class MultiHeadAttention:
         cache: KVCache | None = None,
         counts: ArrayLike | None = None,
         is_causal: bool | None = None,
-        window: Window | None = None,
-        query_offset: ArrayLike | str = 0,
-        kv_lengths: ArrayLike | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
-        alibi_slopes: ArrayLike | None = None,
-        sinks: ArrayLike | None = None,
-        head_mask: ArrayLike | None = None,
         return_lse: bool = False,
-        precision: str = "highest",
-        out: Array | None = None,
-        num_threads: int | None = None,
+        **options: Unpack[LayerOptions],
     ) -> Any:
         """Attend to tokens.
 
@@ -470,6 +462,10 @@ class MultiHeadAttention:
             As `attention`, and for inputs or a cache that do not fit the layer. `out` and the
             tokens of the cache are then as they were.
         """
+        LAYER.check_names(options)
+        passed: dict[str, Any] = {**options, "attn_mask": attn_mask, "return_lse": return_lse}
+        out = passed.pop("out", None)
+        query_offset, kv_lengths = passed.pop("query_offset", 0), passed.pop("kv_lengths", None)
         if cache is None:
             if counts is not None:
                 raise ValueError("counts is given without cache; expected kv_lengths instead")
@@ -484,34 +480,22 @@ class MultiHeadAttention:
             inputs = _inputs.of_cached_call(self._sizes, self.dtype, cache, query, given)
         batch_shape = _inputs.batch_shape(inputs)
         n_query, n_key = inputs[QUERY].shape[-2], inputs[KEY].shape[-2]
-        _inputs.check_out(out, (*batch_shape, n_query, self.embed_dim), self.dtype)
+        self._check_out(out, (*batch_shape, n_query))
         heads = self._parameters.project(*inputs)
         joined = np.empty((*batch_shape, n_query, self.num_heads, self.value_width), self.dtype)
-        options: dict[str, Any] = {
-            "window": window,
-            "scale": scale,
-            "softcap": softcap,
-            "alibi_slopes": alibi_slopes,
-            "sinks": sinks,
-            "head_mask": head_mask,
-            "return_lse": return_lse,
-            "precision": precision,
-            "out": joined.swapaxes(-3, -2),
-            "num_threads": num_threads,
-        }
+        passed["out"] = joined.swapaxes(-3, -2)
+        passed["is_causal"] = cache is not None if is_causal is None else is_causal
         if cache is None:
             if self.position is not None:
                 first = _inputs.first_position(query_offset, kv_lengths, n_query, n_key)
                 self._put_in_position(heads, _inputs.positions_from(first, n_query))
-            options |= {"query_offset": query_offset, "kv_lengths": kv_lengths}
-            options["is_causal"] = False if is_causal is None else is_causal
-            result = attention(heads[QUERY], heads[KEY], heads[VALUE], attn_mask, **options)
+            passed |= {"query_offset": query_offset, "kv_lengths": kv_lengths}
+            result = attention(*heads, **passed)
         else:
             if self.position is not None:
                 positions = _inputs.positions_from(cache.lengths, n_query)
                 self._put_in_position(heads, positions, positions)
-            options |= {"counts": counts, "is_causal": True if is_causal is None else is_causal}
-            result = _attend_cached(cache, heads, attn_mask, options)
+            result = _attend_cached(cache, heads, passed | {"counts": counts})
         projected = self._parameters.output(joined, out)
         return (projected, result[1]) if return_lse else projected
 
@@ -604,7 +588,7 @@ class MultiHeadAttention:
                 f"heads has shape {shape}; expected (..., {self.num_heads}, queries, "
                 f"{self.value_width})"
             )
-        _inputs.check_out(out, (*shape[:-3], shape[-2], self.embed_dim), self.dtype)
+        self._check_out(out, (*shape[:-3], shape[-2]))
         return self._parameters.output(array.swapaxes(-3, -2), out)
 
     def prune_heads(self, heads: Any) -> Self:
@@ -669,6 +653,11 @@ class MultiHeadAttention:
     def _sizes(self) -> LayerSizes:
         return self._parameters.sizes
 
+    def _check_out(self, out: Any, token_shape: tuple[int, ...]) -> None:
+        """Check the array, if there is one, that is to receive the result of so many tokens."""
+        if out is not None:
+            _checks.result("out", out, (*token_shape, self.embed_dim), self.dtype, "the layer")
+
     @classmethod
     def _from_tensors(
         cls,
@@ -713,15 +702,13 @@ class MultiHeadAttention:
         return stay
 
 
-def _attend_cached(
-    cache: KVCache, heads: list[Array], attn_mask: ArrayLike | None, options: dict[str, Any]
-) -> Any:
+def _attend_cached(cache: KVCache, heads: list[Array], options: dict[str, Any]) -> Any:
     """Append and attend; where the second fails the first is undone."""
     query, key, value = heads
     before = cache.lengths
     cache.append(key, value, options["counts"])
     try:
-        return cache.attend(query, attn_mask, **options)
+        return cache.attend(query, **options)
     except BaseException:
         cache.truncate(before)
         raise

@@ -1,0 +1,164 @@
+"""Every function over scores takes the options of the one table, and lets none of them slip."""
+
+import inspect
+import re
+
+import numpy as np
+import pytest
+
+import mha_fast
+from mha_fast import reference
+from mha_fast._options import ATTENTION, CACHED, LAYER, OPTIONS, STATISTICS, VARLEN, WEIGHTS
+
+DEFAULTS = {option.name: option.default for option in OPTIONS}
+NAMES = tuple(DEFAULTS)
+_QKV = "query key value"
+_PACKED = f"{_QKV} cu_seqlens_q cu_seqlens_k"
+_MEASURED = "query key offsets key_sets ignore_keys received"
+
+# Of each function: what it takes beside the options, and which options it has no use for.
+FUNCTIONS = {
+    "attention": (mha_fast.attention, _QKV, ""),
+    "attention_varlen": (mha_fast.attention_varlen, _PACKED, "attn_mask kv_lengths"),
+    "attention_weights": (
+        mha_fast.attention_weights,
+        "query key queries heads",
+        "precision out",
+    ),
+    "head_statistics": (
+        mha_fast.head_statistics,
+        _MEASURED,
+        "head_mask return_lse precision out",
+    ),
+    "KVCache.attend": (
+        mha_fast.KVCache.attend,
+        "self query counts",
+        "query_offset kv_lengths",
+    ),
+    "MultiHeadAttention": (
+        mha_fast.MultiHeadAttention.__call__,
+        "self query key value cache counts",
+        "",
+    ),
+    "reference.attention": (reference.attention, _QKV, ""),
+    "reference.head_statistics": (
+        reference.head_statistics,
+        _MEASURED,
+        "head_mask return_lse precision out",
+    ),
+}
+# Where the tokens are, the cache knows better.
+OTHER_DEFAULTS = {("KVCache.attend", "is_causal"): True, ("MultiHeadAttention", "is_causal"): None}
+TYPED = {
+    "attention": ATTENTION,
+    "attention_varlen": VARLEN,
+    "attention_weights": WEIGHTS,
+    "head_statistics": STATISTICS,
+    "KVCache.attend": CACHED,
+    "MultiHeadAttention": LAYER,
+}
+TAKEN = [
+    (function, name)
+    for function, (_, _, unused) in FUNCTIONS.items()
+    for name in NAMES
+    if name not in unused.split()
+]
+
+
+def parameters(function):
+    return inspect.signature(FUNCTIONS[function][0]).parameters
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_signature_has_every_option_of_the_table_but_those_without_use(function):
+    _, own, unused = FUNCTIONS[function]
+
+    expected = (set(NAMES) - set(unused.split())) | set(own.split())
+
+    assert set(unused.split()) <= set(NAMES)
+    if function.startswith("reference."):  # where an option may be tried before the kernel has it
+        assert set(parameters(function)) >= expected
+    else:
+        assert set(parameters(function)) == expected
+
+
+@pytest.mark.parametrize("function", [reference.attention_varlen, reference.attention_weights])
+def test_these_formulas_pass_on_whatever_option_there_is(function):
+    last = list(inspect.signature(function).parameters.values())[-1]
+
+    assert last.kind is inspect.Parameter.VAR_KEYWORD
+
+
+@pytest.mark.parametrize(("function", "name"), TAKEN)
+def test_an_option_has_the_default_of_the_table(function, name):
+    expected = OTHER_DEFAULTS.get((function, name), DEFAULTS[name])
+    found = parameters(function)[name].default
+
+    assert found == expected and type(found) is type(expected)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_options_are_keywords_in_the_order_of_the_table(function):
+    mine = [name for name in parameters(function) if name in NAMES]
+
+    assert mine == [name for name in NAMES if name in mine]
+    kinds = {parameters(function)[name].kind for name in mine if name != "attn_mask"}
+    assert kinds == {inspect.Parameter.KEYWORD_ONLY}
+
+
+@pytest.mark.parametrize(("function", "name"), TAKEN)
+def test_an_option_is_documented(function, name):
+    text = inspect.getdoc(FUNCTIONS[function][0])
+    section = text.split("\nParameters\n")[1].split("\nReturns\n")[0]
+    headings = [line for line in section.splitlines() if line and not line.startswith(" ")]
+
+    assert any(name in re.split(r", | : ", heading) for heading in headings), headings
+
+
+@pytest.mark.parametrize("function", TYPED)
+def test_type_checkers_see_every_option(function):
+    taken = [name for name in NAMES if (function, name) in TAKEN]
+    written = [name for name in inspect.unwrap(FUNCTIONS[function][0]).__code__.co_varnames]
+    unpacked = [option.name for option in TYPED[function].options]
+
+    assert set(unpacked) | (set(written) & set(NAMES)) >= set(taken)
+    assert set(unpacked) <= set(taken)
+
+
+def call(function, **options):
+    """The function on small valid arguments."""
+    x = np.ones((2, 4, 3, 8), np.float32)
+    if function == "KVCache.attend":
+        cache = mha_fast.KVCache(2, 4, 8)
+        cache.append(x, x)
+        return cache.attend(x, **options)
+    if function == "MultiHeadAttention":
+        layer = mha_fast.MultiHeadAttention(32, 4, seed=0)
+        return layer(np.ones((2, 3, 32), np.float32), **options)
+    if function == "attention_varlen":
+        rows = x.reshape(-1, 4, 8)
+        return mha_fast.attention_varlen(rows, rows, rows, [0, 2, 6], [0, 2, 6], **options)
+    arrays = [x] * (3 if function == "attention" else 2)
+    return FUNCTIONS[function][0](*arrays, **options)
+
+
+class Unfit:
+    """What no option accepts."""
+
+    def __repr__(self):
+        return "<unfit>"
+
+
+@pytest.mark.parametrize(("function", "name"), [x for x in TAKEN if "reference" not in x[0]])
+def test_an_option_reaches_the_check_of_its_name(function, name):
+    call(function)
+    with pytest.raises((TypeError, ValueError), match=rf"^{name} (is|has) "):
+        call(function, **{name: Unfit()})
+
+
+@pytest.mark.parametrize("function", TYPED)
+def test_what_is_no_option_is_refused(function):
+    unused = FUNCTIONS[function][2].split()
+    for name in ("no_such_option", *unused):
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+            call(function, **{name: None})
