@@ -92,9 +92,8 @@ cdef double seconds_alone(const mha_problem *p, const mha_kernels *k) noexcept n
     return madds / 60e9 + n_byte / 10e9
 
 
-cdef int team_size(const mha_problem *p, const mha_kernels *k, int wanted) noexcept nogil:
+cdef int team_size(double seconds, int wanted) noexcept nogil:
     """One thread where a second one does not pay: waking a team that has gone to sleep costs tens of microseconds."""
-    cdef double seconds = seconds_alone(p, k)
     return 1 if wanted == 1 or seconds < 50e-6 else mha_threads_for(wanted, seconds)
 
 
@@ -117,8 +116,9 @@ cdef struct watch:
     int stopped                      # a signal's handler raised; nobody begins another task
 
 
-cdef void begin_watch(watch *look) noexcept nogil:
-    look.can_answer = mha_is_main_thread()
+cdef void begin_watch(watch *look, double seconds) noexcept nogil:
+    """Where a thread alone takes about a millisecond or more: to know who calls costs as much as a tiny call."""
+    look.can_answer = seconds > 1e-3 and mha_is_main_thread()
     look.next_look = mha_clock() + SIGNAL_INTERVAL if look.can_answer else 0
     look.work = look.stopped = 0
 
@@ -245,7 +245,8 @@ cdef int run(const mha_problem *p, const mha_kernels *k, const mha_matrix_kernel
     cdef plan work
     cdef workspace *space
     cdef watch look
-    cdef int n_thread = team_size(p, k, wanted)
+    cdef double seconds = seconds_alone(p, k)
+    cdef int n_thread = team_size(seconds, wanted)
     memset(&work, 0, sizeof(work))
     work.kind, work.matrix = kind, matrix
     if matrix != NULL:
@@ -267,7 +268,7 @@ cdef int run(const mha_problem *p, const mha_kernels *k, const mha_matrix_kernel
     lay_out_call(memory, &space, &work, p, k, n_thread)
     with nogil:
         list_tasks(&work, p, k, n_thread)
-        begin_watch(&look)
+        begin_watch(&look, seconds)
         if n_thread == 1:
             run_alone(space, p, k, &work, n_range, &look)
         else:
@@ -400,13 +401,14 @@ cdef int ask_statistics(Buffers buffers, what) except -1:
     return 0
 
 
-cdef int set_operands(Buffers buffers, call, out, lse) except -1:
+cdef int set_operands(Buffers buffers, call, value, out, int out_storage, lse) except -1:
     """Sizes, and where the arrays of a call lie."""
     cdef mha_problem *p = &buffers.problem
     cdef tuple batch_shape = call.batch_shape
     cdef int element = call.element
     cdef const int64_t *boundary
     cdef const Py_buffer *view
+    mask = call.mask
     p.n_batch = call.n_batch
     buffers.offset = <ptrdiff_t *>malloc(MHA_N_OPERAND * max(p.n_batch, 1) * sizeof(ptrdiff_t))
     if buffers.offset == NULL:
@@ -417,12 +419,11 @@ cdef int set_operands(Buffers buffers, call, out, lse) except -1:
     p.n_kv_head, p.n_key = length_of(view, 3), length_of(view, 2)
     p.group_size = p.n_head // max(p.n_kv_head, 1)
     p.packed_heads, p.n_row_head = p.group_size, p.n_kv_head
-    if call.value is not None:
-        p.value_width = length_of(buffers.operand(MHA_VALUE, call.value, element, batch_shape, 3), 1)
-    # Measurements are float64; so is the log-sum-exp of float64, otherwise float32.
-    buffers.operand(MHA_OUT, out, element if call.statistics is None else MHA_FLOAT64, batch_shape, 3)
-    if call.mask is not None:
-        buffers.operand(MHA_MASK, call.mask, call.mask_type, batch_shape, 3)
+    if value is not None:
+        p.value_width = length_of(buffers.operand(MHA_VALUE, value, element, batch_shape, 3), 1)
+    buffers.operand(MHA_OUT, out, out_storage, batch_shape, 3)
+    if mask is not None:
+        buffers.operand(MHA_MASK, mask, call.mask_type, batch_shape, 3)
     if lse is not None:
         buffers.operand(MHA_LSE, lse, MHA_FLOAT64 if element == MHA_FLOAT64 else MHA_FLOAT32, batch_shape, 2)
     if call.cu_seqlens_q is not None:
@@ -462,16 +463,20 @@ def attend(call, out, lse, int n_thread):
     """
     cdef Buffers buffers = Buffers()
     cdef mha_problem *p = &buffers.problem
-    cdef const mha_kernels *k = mha_kernels_for(chosen, <mha_storage><int>call.element)
-    set_operands(buffers, call, out, lse)
+    cdef int element = call.element
+    cdef const mha_kernels *k = mha_kernels_for(chosen, <mha_storage>element)
+    cdef task_kind kind = TILES
+    cdef const mha_matrix_kernels *matrix = NULL
+    value = call.value
+    if value is None:
+        kind = WEIGHTS if call.statistics is None else STATISTICS
+    set_operands(buffers, call, value, out, MHA_FLOAT64 if kind == STATISTICS else element, lse)
     set_options(buffers, call, k.item_size)
-    if call.value is not None:
-        run(p, k, matrix_for(p, call.high, call.scale), TILES, n_thread)
-    elif call.statistics is None:
-        run(p, k, NULL, WEIGHTS, n_thread)
-    else:
+    if kind == STATISTICS:
         ask_statistics(buffers, call.statistics)
-        run(p, k, NULL, STATISTICS, n_thread)
+    elif kind == TILES and chosen.matrix != NULL:
+        matrix = matrix_for(p, call.high, call.scale)
+    run(p, k, matrix, kind, n_thread)
 
 
 # -------------------------------------------------------------------------------------------- instruction set, threads

@@ -13,8 +13,12 @@ cdef extern from "contract/instruction_set.h" nogil:
         mha_decode_kernels decode
         mha_statistics_kernels statistics
 
+    ctypedef struct mha_element_matrix_kernels:
+        pass
+
     ctypedef struct mha_isa:
         const char *name
+        const mha_element_matrix_kernels *matrix
         double (*multiply_add_rounds)(ptrdiff_t) noexcept nogil
         double (*matrix_rounds)(ptrdiff_t) noexcept nogil
 
