@@ -20,34 +20,32 @@
 The command ``mha-fast demo`` shows it at work.
 """
 
-from importlib.metadata import version as _version
+from typing import TYPE_CHECKING, Any
 
 from . import _cpus
 
 try:
     with _cpus.unbound():
-        from . import _core as _core
+        from . import _core
 except ImportError as error:
-    from pathlib import Path as _Path
+    from . import _source_tree
 
-    if (_Path(__file__).parent.parent / "CMakeLists.txt").exists():
-        raise ImportError(
-            "This is the source tree of mha_fast, whose compiled core is not in it. "
-            "Run Python from another folder to get the installed package, or install the tree "
-            "for development with: pip install -e ."
-        ) from error
-    raise
+    __path__ = _source_tree.with_core(__path__, error)
+    with _cpus.unbound():
+        from . import _core
 
-from . import cost, heads, reference
 from ._attention import attention, attention_varlen, attention_weights
-from ._merge import merge_attention
-from ._statistics import HeadStatistics, head_statistics
-from .cache import KVCache
 from .config import choose_isa as _choose_isa
 from .config import get_num_threads, set_num_threads, show_config
-from .layer import MultiHeadAttention
 
-__version__ = _version("mha_fast")
+if TYPE_CHECKING:
+    from . import cost, heads, reference
+    from ._merge import merge_attention
+    from ._statistics import HeadStatistics, head_statistics
+    from .cache import KVCache
+    from .layer import MultiHeadAttention
+
+    __version__: str
 
 __all__ = [
     "HeadStatistics",
@@ -65,6 +63,39 @@ __all__ = [
     "set_num_threads",
     "show_config",
 ]
+
+# Imported when first asked for: where each name is. The others are on the path of a call.
+_LATER = {
+    "HeadStatistics": "_statistics",
+    "KVCache": "cache",
+    "MultiHeadAttention": "layer",
+    "cost": "",
+    "head_statistics": "_statistics",
+    "heads": "",
+    "merge_attention": "_merge",
+    "reference": "",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        value: Any = version(__name__)
+    elif name in _LATER:
+        from importlib import import_module
+
+        module = import_module(f"{__name__}.{_LATER[name] or name}")
+        value = getattr(module, name) if _LATER[name] else module
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value  # from now on without this function
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER, "__version__"})
+
 
 _core.limit_default_threads(_cpus.cpu_quota() or 0)
 _choose_isa()
