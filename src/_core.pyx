@@ -1,4 +1,4 @@
-# cython: language_level=3, cdivision=True
+# cython: language_level=3, cdivision=True, freethreading_compatible=True
 """The fused attention loop.
 
     attend()                 acquires the buffers, fills the problem, plans the tasks, allocates; can still raise
@@ -65,10 +65,8 @@ from loop.structs cimport (
     DECODE, MATRIX, STATISTICS, TILES, WEIGHTS, ceil_divide, plan, task, task_kind, workspace,
 )
 from loop.workspace cimport lay_out_call
+from memory cimport mha_give_back_memory, mha_take_memory
 from threads cimport *
-
-cdef extern from "stdlib.h" nogil:
-    void *aligned_alloc(size_t alignment, size_t size)
 
 cdef enum:
     MAX_BATCH_AXES = 64      # NumPy's own limit
@@ -173,33 +171,6 @@ cdef inline void combine_if_split(workspace *w, const mha_problem *p, const mha_
         combine_splits(w, p, k, work, batch_head)
 
 
-# The memory of the last call, for the next one.  Fresh pages cost more than what is written into them: at 2048 keys they
-# took a third of a call's time.
-cdef char *spare = NULL
-cdef size_t spare_size = 0
-cdef size_t MOST_SPARE = 64 << 20
-
-
-cdef char *take_memory(size_t *size) noexcept:
-    """At least `size` bytes, and how many these are; NULL if there are none."""
-    global spare, spare_size
-    cdef char *memory = spare
-    if memory != NULL and spare_size >= size[0]:
-        size[0], spare, spare_size = spare_size, NULL, 0
-        return memory
-    return <char *>aligned_alloc(64, size[0])
-
-
-cdef void give_back_memory(char *memory, size_t size) noexcept:
-    """Keep the larger of this memory and what is kept already."""
-    global spare, spare_size
-    if size <= spare_size or size > MOST_SPARE:
-        free(memory)
-        return
-    free(spare)
-    spare, spare_size = memory, size
-
-
 cdef void run_alone(workspace *w, const mha_problem *p, const mha_kernels *k, const plan *work, ptrdiff_t n_range,
                     watch *look) noexcept nogil:
     """All of the work on the calling thread: a parallel region makes a system call, even for a team of one."""
@@ -261,7 +232,7 @@ cdef int run(const mha_problem *p, const mha_kernels *k, const mha_matrix_kernel
         n_thread = mha_threads_startable(n_thread)
     cdef ptrdiff_t n_range = ceil_divide(p.n_key, RECEIVED_KEYS) if p.asked.received != NULL else 0
     cdef size_t size = lay_out_call(NULL, &space, &work, p, k, n_thread)
-    cdef char *memory = take_memory(&size)
+    cdef char *memory = <char *>mha_take_memory(&size)
     if memory == NULL:
         raise MemoryError(f"no memory for {work.n_task} tasks, the workspace of {n_thread} threads and {work.n_partial} "
                           f"partial results: {size} bytes")
@@ -273,23 +244,28 @@ cdef int run(const mha_problem *p, const mha_kernels *k, const mha_matrix_kernel
             run_alone(space, p, k, &work, n_range, &look)
         else:
             run_as_team(space, p, k, &work, n_range, n_thread, &look)
-    give_back_memory(memory, size)
+    mha_give_back_memory(memory, size)
     return -1 if look.stopped else 0
 
 
 # ---------------------------------------------------------------------------------------------------- Python's entrance
 
+# Read once by each call, so that threads may change it while others work.
 cdef const mha_isa *chosen = NULL
 cdef ptrdiff_t matrix_from = -1  # rows per key/value head from which on the matrix unit is used; -1: its own choice
 
 
-cdef const mha_matrix_kernels *matrix_for(const mha_problem *p, bint high, double scale) noexcept:
+cdef inline const mha_isa *isa_in_use() noexcept nogil:
+    return <const mha_isa *>mha_load_pointer(<const void *const *>&chosen)
+
+
+cdef const mha_matrix_kernels *matrix_for(const mha_isa *isa, const mha_problem *p, bint high, double scale) noexcept:
     """The matrix unit, where attention of these sizes may use it."""
     if (not 0 < p.head_width <= MAX_MATRIX_WIDTH or not 0 < p.value_width <= MAX_MATRIX_WIDTH
             # Beyond, the last terms of small keys, which the unit takes for 0, would show in the logits.
             or fabs(scale) > 1e12):
         return NULL
-    return mha_matrix_for(chosen, p.operand[MHA_QUERY].storage, high)
+    return mha_matrix_for(isa, p.operand[MHA_QUERY].storage, high)
 
 
 cdef void choose_units(mha_problem *p, double scale, size_t item_size) noexcept:
@@ -464,7 +440,8 @@ def attend(call, out, lse, int n_thread):
     cdef Buffers buffers = Buffers()
     cdef mha_problem *p = &buffers.problem
     cdef int element = call.element
-    cdef const mha_kernels *k = mha_kernels_for(chosen, <mha_storage>element)
+    cdef const mha_isa *isa = isa_in_use()
+    cdef const mha_kernels *k = mha_kernels_for(isa, <mha_storage>element)
     cdef task_kind kind = TILES
     cdef const mha_matrix_kernels *matrix = NULL
     value = call.value
@@ -474,8 +451,8 @@ def attend(call, out, lse, int n_thread):
     set_options(buffers, call, k.item_size)
     if kind == STATISTICS:
         ask_statistics(buffers, call.statistics)
-    elif kind == TILES and chosen.matrix != NULL:
-        matrix = matrix_for(p, call.high, call.scale)
+    elif kind == TILES and isa.matrix != NULL:
+        matrix = matrix_for(isa, p, call.high, call.scale)
     run(p, k, matrix, kind, n_thread)
 
 
@@ -493,12 +470,11 @@ def available_isas():
 
 def isa():
     """Name of the one in use."""
-    return chosen.name.decode()
+    return isa_in_use().name.decode()
 
 
 def use_isa(str name):
     """Use the named instruction set from now on.  ValueError if it is unknown or cannot run here."""
-    global chosen
     if name not in built_isas():
         raise ValueError(f"unknown instruction set {name!r}; this build has {', '.join(built_isas())}")
     if name not in available_isas():
@@ -506,15 +482,14 @@ def use_isa(str name):
                          f"available: {', '.join(available_isas())}")
     for i in range(mha_n_built):
         if mha_built[i].name.decode() == name:
-            chosen = mha_built[i]
+            mha_store_pointer(<const void **>&chosen, mha_built[i])
 
 
 cdef void give_up_matrix_unit():
     """The operating system refused it: from now on the set below, whose tiles are the same."""
-    global chosen
     for i in range(1, mha_n_built):
-        if mha_built[i] == chosen:
-            chosen = mha_built[i - 1]
+        if mha_built[i] == isa_in_use():
+            mha_store_pointer(<const void **>&chosen, mha_built[i - 1])
             return
 
 
@@ -553,28 +528,30 @@ def is_forked():
 def measure_fma_peak(int n_thread=1, ptrdiff_t n_round=300_000):
     """GFLOP/s of independent float32 multiply-adds on n_thread threads: what speeds are held against."""
     from time import perf_counter
+    cdef const mha_isa *isa = isa_in_use()
     cdef double operations = 0
     cdef int _
     start = perf_counter()
     n_thread = mha_threads_startable(n_thread)
     with nogil:
         for _ in prange(n_thread, schedule="static", chunksize=1, num_threads=n_thread):
-            operations += chosen.multiply_add_rounds(n_round)
+            operations += isa.multiply_add_rounds(n_round)
     return operations / (perf_counter() - start) / 1e9
 
 
 def measure_matrix_peak(int n_thread=1, ptrdiff_t n_round=100_000):
     """GFLOP/s of bfloat16 multiply-adds on the matrix unit; None where there is none."""
     from time import perf_counter
+    cdef const mha_isa *isa = isa_in_use()
     cdef double operations = 0
     cdef int _
-    if chosen.matrix_rounds == NULL or not mha_tiles_granted():
+    if isa.matrix_rounds == NULL or not mha_tiles_granted():
         return None
     start = perf_counter()
     n_thread = mha_threads_startable(n_thread)
     with nogil:
         for _ in prange(n_thread, schedule="static", chunksize=1, num_threads=n_thread):
-            operations += chosen.matrix_rounds(n_round)
+            operations += isa.matrix_rounds(n_round)
     return operations / (perf_counter() - start) / 1e9
 
 

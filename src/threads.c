@@ -40,7 +40,7 @@ int mha_is_main_thread(void) {
  * After fork() the child has one thread, but an OpenMP runtime still believes in the parent's team and waits for it for
  * ever (GCC's libgomp).  The team may be that of another library on the same runtime, whom we cannot ask.  So a child
  * works on one thread; results are the same bits for any number of threads. */
-static int forked;
+static int forked; /* written where there is one thread */
 
 #if !defined(_WIN32)
 static void in_child(void) { forked = 1; }
@@ -76,8 +76,15 @@ int mha_threads_default(void) {
  * The runtime ends the process when the system refuses a thread (RLIMIT_AS, RLIMIT_NPROC, a control group's pids).
  * So before it is asked for more threads than this thread's last team had, as many are made and ended here. */
 
+/* glibc has room for a few such bytes in every thread; otherwise they are allocated at first use, which may fail. */
+#if defined(__GLIBC__)
+#define TLS_MODEL __attribute__((tls_model("initial-exec")))
+#else
+#define TLS_MODEL
+#endif
+
 /* What the calling thread knows of its team: the runtime keeps one for each. */
-static _Thread_local struct {
+static _Thread_local TLS_MODEL struct {
     int size;           /* of the last team; the runtime ends threads that the next one does not need */
     int n_left_untried; /* calls that do not ask again after a refusal */
     int n_alone, pause; /* small calls to go alone, and how many it was last time: see mha_team_met() */
@@ -142,6 +149,7 @@ static int startable(int n) { return n < MOST_PROBED ? n : MOST_PROBED; }
 int mha_threads_startable(int wanted) {
     int size = team.size > 1 ? team.size : 1;
 
+    if (forked) return 1;
     if (wanted <= size) return wanted;
     if (team.n_left_untried > 0) {
         team.n_left_untried--;

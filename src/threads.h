@@ -38,4 +38,12 @@ int mha_is_main_thread(void);
 static inline void mha_raise_flag(int *flag) { __atomic_store_n(flag, 1, __ATOMIC_RELAXED); }
 static inline int mha_is_raised(const int *flag) { return __atomic_load_n(flag, __ATOMIC_RELAXED); }
 
+/* A pointer that one thread exchanges while others follow it. */
+static inline const void *mha_load_pointer(const void *const *place) {
+    return __atomic_load_n(place, __ATOMIC_ACQUIRE);
+}
+static inline void mha_store_pointer(const void **place, const void *pointer) {
+    __atomic_store_n(place, pointer, __ATOMIC_RELEASE);
+}
+
 #endif

@@ -14,3 +14,5 @@ cdef extern from "threads.h" nogil:
     bint mha_is_main_thread()
     void mha_raise_flag(int *flag)
     bint mha_is_raised(const int *flag)
+    const void *mha_load_pointer(const void *const *place)
+    void mha_store_pointer(const void **place, const void *pointer)
