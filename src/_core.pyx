@@ -64,6 +64,7 @@ from loop.statistics cimport measure_rows
 from loop.structs cimport (
     DECODE, MATRIX, STATISTICS, TILES, WEIGHTS, ceil_divide, plan, task, task_kind, workspace,
 )
+from loop.watch cimport begin_watch, may_go_on, watch
 from loop.workspace cimport lay_out_call
 from memory cimport mha_give_back_memory, mha_take_memory
 from threads cimport *
@@ -93,53 +94,6 @@ cdef double seconds_alone(const mha_problem *p, const mha_kernels *k) noexcept n
 cdef int team_size(double seconds, int wanted) noexcept nogil:
     """One thread where a second one does not pay: waking a team that has gone to sleep costs tens of microseconds."""
     return 1 if wanted == 1 or seconds < 50e-6 else mha_threads_for(wanted, seconds)
-
-
-# ------------------------------------------------------------------------------------------------ stopping in the middle
-
-cdef extern from "Python.h":
-    int PyErr_CheckSignals()  # without `except`: the error waits until the threads have met
-
-cdef enum:
-    # Products of a row and a key after which the calling thread looks at the clock: 10 to 100 microseconds.
-    UNWATCHED_WORK = 100_000
-
-cdef int64_t SIGNAL_INTERVAL = 50 * 1000 * 1000  # nanoseconds
-
-cdef struct watch:
-    # What the calling thread does beside its tasks: it lets Python look for signals now and then.
-    bint can_answer                  # this thread is the one that Python tells of signals
-    int64_t next_look
-    ptrdiff_t work                   # since the clock was read
-    int stopped                      # a signal's handler raised; nobody begins another task
-
-
-cdef void begin_watch(watch *look, double seconds) noexcept nogil:
-    """Where a thread alone takes about a millisecond or more: to know who calls costs as much as a tiny call."""
-    look.can_answer = seconds > 1e-3 and mha_is_main_thread()
-    look.next_look = mha_clock() + SIGNAL_INTERVAL if look.can_answer else 0
-    look.work = look.stopped = 0
-
-
-cdef void answer_signals(watch *look) noexcept nogil:
-    cdef int raised
-    if mha_clock() < look.next_look:
-        return
-    with gil:
-        raised = PyErr_CheckSignals()
-    if raised:
-        mha_raise_flag(&look.stopped)
-    look.next_look = mha_clock() + SIGNAL_INTERVAL
-
-
-cdef inline bint may_go_on(watch *look, int thread, ptrdiff_t work) noexcept nogil:
-    """Whether a thread may begin a task of so much work; 0 is the calling thread."""
-    if thread == 0 and look.can_answer:
-        look.work += work
-        if look.work > UNWATCHED_WORK:
-            look.work = 0
-            answer_signals(look)
-    return not mha_is_raised(&look.stopped)
 
 
 # ------------------------------------------------------------------------------------------------- the parallel region
@@ -217,7 +171,7 @@ cdef int run(const mha_problem *p, const mha_kernels *k, const mha_matrix_kernel
     cdef workspace *space
     cdef watch look
     cdef double seconds = seconds_alone(p, k)
-    cdef int n_thread = team_size(seconds, wanted)
+    cdef int i, n_thread = team_size(seconds, wanted)
     memset(&work, 0, sizeof(work))
     work.kind, work.matrix = kind, matrix
     if matrix != NULL:
@@ -240,6 +194,8 @@ cdef int run(const mha_problem *p, const mha_kernels *k, const mha_matrix_kernel
     with nogil:
         list_tasks(&work, p, k, n_thread)
         begin_watch(&look, seconds)
+        for i in range(n_thread):
+            space[i].look, space[i].thread = &look, i
         if n_thread == 1:
             run_alone(space, p, k, &work, n_range, &look)
         else:

@@ -11,6 +11,7 @@ from loop.operands cimport has_mask, keys_of, next_run, queries_of, row_address,
 from loop.rows cimport describe_rows, finish_of
 from loop.scores cimport is_excluding, keep_exclusions, mask_ahead, read_mask, set_adjustment
 from loop.structs cimport MAX_SUB_TILES, MAX_TASK_HEADS, ceil_divide, key_block, padded, row_run, sub_tile, workspace
+from loop.watch cimport may_go_on
 
 cdef struct scored:
     # A block of scores in w.score: keys first ... first + n_key - 1, whose logits are adjusted as `how` says.
@@ -203,7 +204,7 @@ cdef inline void walk_blocks(workspace *w, const mha_problem *p, const mha_kerne
     cdef ptrdiff_t i, start = rows.first_key // MHA_KEY_BLOCK * MHA_KEY_BLOCK
     cdef key_block block[MAX_TASK_HEADS]
     cdef bint is_last
-    while start < rows.last_key:
+    while start < rows.last_key and may_go_on(w.look, w.thread, rows.n_sub * k.tile_rows * MHA_KEY_BLOCK):
         for i in range(rows.n_task_head):
             open_block(&block[i], w, p, k, rows.batch_head + i, i, max(start, rows.first_key),
                        min(start + MHA_KEY_BLOCK, rows.last_key), rows.last_key)

@@ -13,6 +13,7 @@ from loop.operands cimport has_mask, keys_of, next_run
 from loop.rows cimport describe_rows, finish_of
 from loop.scores cimport is_excluding, keep_exclusions, read_mask, set_adjustment
 from loop.structs cimport N_ITEM, ceil_divide, matrix_block, matrix_row_size, plan, row_run, sub_tile, workspace
+from threads cimport mha_is_raised
 
 
 # ---------------------------------------------------------------------------------------------------------- the pipeline
@@ -155,7 +156,8 @@ cdef inline void attend_matrix(workspace *w, const mha_problem *p, const mha_ker
     m.acquire()
     begin_pipeline(w)
     start = first_key // m.block_keys * m.block_keys
-    while start < last_key:
+    # Its registers are in use: no other code may run here, a handler of signals neither.
+    while start < last_key and not (w.look != NULL and mha_is_raised(&w.look.stopped)):
         open_matrix_block(&block, w, p, work, batch_head, start)
         for i in range(n_sub):
             multiply_block(&w.sub[i], w, p, k, work, &block)

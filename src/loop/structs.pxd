@@ -5,6 +5,7 @@ from contract.instruction_set cimport mha_kernels
 from contract.matrix cimport MHA_MATRIX_CHUNK, mha_matrix_item, mha_matrix_kernels, mha_packed, mha_pipeline
 from contract.statistics cimport mha_moments
 from contract.tiles cimport mha_prefetch
+from loop.watch cimport watch
 
 cdef enum:
     MAX_SUB_TILES = 8     # of a task of row tiles
@@ -112,6 +113,8 @@ cdef struct mask_cache:
 cdef struct workspace:
     # The buffers of a thread.
     int64_t arrived                  # when it joined the team, by mha_clock()
+    watch *look                      # of the call, or NULL
+    int thread                       # its number in the team; 0 is the calling one
     sub_tile *sub
     void *score
     void *block_maximum

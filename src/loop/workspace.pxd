@@ -75,6 +75,7 @@ cdef inline size_t lay_out(workspace *w, void *base, const mha_problem *p, const
         packed_size = max(packed_size, MHA_MATRIX_ROWS * matrix_row_size(work.matrix, p.head_width))
         sum_size = max(sum_size, MHA_MATRIX_ROWS * chunks_of(p.value_width) * MHA_MATRIX_CHUNK * sizeof(float))
     w.cached.n_row = 0
+    w.look, w.thread = NULL, 0
     w.sub = <sub_tile *>take(&a, n_sub * sizeof(sub_tile))
     for i in range(n_sub):
         lay_out_sub_tile(&w.sub[i] if base != NULL else &unplaced, &a, p, k, work, n_row, packed_size, sum_size)
