@@ -77,20 +77,22 @@ _LATER = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        from importlib.metadata import version
+if not TYPE_CHECKING:  # who would take any name for one that exists
 
-        value: Any = version(__name__)
-    elif name in _LATER:
-        from importlib import import_module
+    def __getattr__(name: str) -> Any:
+        if name == "__version__":
+            from importlib.metadata import version
 
-        module = import_module(f"{__name__}.{_LATER[name] or name}")
-        value = getattr(module, name) if _LATER[name] else module
-    else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value  # from now on without this function
-    return value
+            value: Any = version(__name__)
+        elif name in _LATER:
+            from importlib import import_module
+
+            module = import_module(f"{__name__}.{_LATER[name] or name}")
+            value = getattr(module, name) if _LATER[name] else module
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = value  # from now on without this function
+        return value
 
 
 def __dir__() -> list[str]:

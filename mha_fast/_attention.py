@@ -1,6 +1,8 @@
 """The three functions over the compiled loop: checks before it, the caller's shape after it."""
 
-from typing import Any, Unpack
+from __future__ import annotations
+
+from typing import Literal, Unpack, overload
 
 import numpy as np
 
@@ -13,8 +15,44 @@ from ._options import (
     VarlenOptions,
     WeightsOptions,
 )
-from ._typing import Array, ArrayLike
+from ._typing import Array, ArrayLike, Index
 from .config import threads_asked_for
+
+
+@overload
+def attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    attn_mask: ArrayLike | None = ...,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[AttentionOptions],
+) -> Array: ...
+
+
+@overload
+def attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    attn_mask: ArrayLike | None = ...,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[AttentionOptions],
+) -> tuple[Array, Array]: ...
+
+
+@overload
+def attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    attn_mask: ArrayLike | None = ...,
+    *,
+    return_lse: bool,
+    **options: Unpack[AttentionOptions],
+) -> Array | tuple[Array, Array]: ...
 
 
 @ATTENTION.shown
@@ -26,7 +64,7 @@ def attention(
     *,
     return_lse: bool = False,
     **options: Unpack[AttentionOptions],
-) -> Any:
+) -> Array | tuple[Array, Array]:
     """Multi-head attention, ``softmax(scale * query @ key.T) @ value`` for every head.
 
     The product, the softmax and the second product run block by block; no array of
@@ -135,6 +173,45 @@ def attention(
     return _compute(_arguments.check(query, key, value, attn_mask, return_lse, ATTENTION, options))
 
 
+@overload
+def attention_varlen(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[VarlenOptions],
+) -> Array: ...
+
+
+@overload
+def attention_varlen(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[VarlenOptions],
+) -> tuple[Array, Array]: ...
+
+
+@overload
+def attention_varlen(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike,
+    *,
+    return_lse: bool,
+    **options: Unpack[VarlenOptions],
+) -> Array | tuple[Array, Array]: ...
+
+
 @VARLEN.shown
 def attention_varlen(
     query: ArrayLike,
@@ -145,7 +222,7 @@ def attention_varlen(
     *,
     return_lse: bool = False,
     **options: Unpack[VarlenOptions],
-) -> Any:
+) -> Array | tuple[Array, Array]:
     """Attention over sequences of any lengths, packed one after the other without padding.
 
     Each sequence attends to itself only, as in a call of `attention` of its own, to the bit. All
@@ -195,17 +272,56 @@ def attention_varlen(
     return _compute(call)
 
 
+@overload
+def attention_weights(
+    query: ArrayLike,
+    key: ArrayLike,
+    attn_mask: ArrayLike | None = ...,
+    *,
+    queries: Index | None = ...,
+    heads: Index | None = ...,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[WeightsOptions],
+) -> Array: ...
+
+
+@overload
+def attention_weights(
+    query: ArrayLike,
+    key: ArrayLike,
+    attn_mask: ArrayLike | None = ...,
+    *,
+    queries: Index | None = ...,
+    heads: Index | None = ...,
+    return_lse: Literal[True],
+    **options: Unpack[WeightsOptions],
+) -> tuple[Array, Array]: ...
+
+
+@overload
+def attention_weights(
+    query: ArrayLike,
+    key: ArrayLike,
+    attn_mask: ArrayLike | None = ...,
+    *,
+    queries: Index | None = ...,
+    heads: Index | None = ...,
+    return_lse: bool,
+    **options: Unpack[WeightsOptions],
+) -> Array | tuple[Array, Array]: ...
+
+
 @WEIGHTS.shown
 def attention_weights(
     query: ArrayLike,
     key: ArrayLike,
     attn_mask: ArrayLike | None = None,
     *,
-    queries: Any = None,
-    heads: Any = None,
+    queries: Index | None = None,
+    heads: Index | None = None,
     return_lse: bool = False,
     **options: Unpack[WeightsOptions],
-) -> Any:
+) -> Array | tuple[Array, Array]:
     """Weights that `attention` gives to the values, as an array.
 
     ``attention_weights(query, key, …) @ value`` is ``attention(query, key, value, …)``. This is
@@ -253,7 +369,7 @@ def attention_weights(
     return _weights_of_heads(call, _checks.chosen("heads", heads, call.query.shape[-3]))
 
 
-def _weights_of_heads(call: _arguments.Call, heads: Array) -> Any:
+def _weights_of_heads(call: _arguments.Call, heads: Array) -> Array | tuple[Array, Array]:
     """Compute the weights of some heads, one after the other."""
     shape = call.out_shape
     weights = np.empty((*shape[:-3], len(heads), *shape[-2:]), call.dtype)
@@ -265,7 +381,7 @@ def _weights_of_heads(call: _arguments.Call, heads: Array) -> Any:
     return weights if lse is None else (weights, lse)
 
 
-def _compute(call: _arguments.Call) -> Any:
+def _compute(call: _arguments.Call) -> Array | tuple[Array, Array]:
     """Allocate what is missing, run the kernel, and give the result the caller's shape."""
     one_head, out = call.one_head, call.out
     in_place = out is not None and _writable_in_place(out, call)

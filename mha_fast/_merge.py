@@ -1,5 +1,7 @@
 """merge_attention(): one result from partial results over disjoint sets of keys."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,5 +1,7 @@
 """head_statistics(): what the heads look at, measured without the matrix of weights."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

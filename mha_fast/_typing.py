@@ -6,4 +6,6 @@ import numpy.typing as npt
 
 Array: TypeAlias = npt.NDArray[Any]
 ArrayLike: TypeAlias = npt.ArrayLike
+# What picks some of an axis.
+Index: TypeAlias = int | slice | npt.ArrayLike
 Window: TypeAlias = tuple[int | None, int | None]

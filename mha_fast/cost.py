@@ -4,16 +4,18 @@ layer_cost       the parts of a layer for given sizes, as a record that prints a
 score_variance   why scores are divided by the square root of the head width, by sampling
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from . import _checks
 from .layer._sizes import check_sizes
+from .layer._weights import Seed
 
 __all__ = ["Cost", "Part", "layer_cost", "score_variance"]
 
@@ -42,7 +44,7 @@ class Part:
     parameter_bytes: int = 0
     result_bytes: int = 0
 
-    def __add__(self, other: "Part") -> "Part":
+    def __add__(self, other: Part) -> Part:
         return Part(*(getattr(self, x.name) + getattr(other, x.name) for x in fields(self)))
 
 
@@ -227,7 +229,7 @@ def layer_cost(
 
 
 def score_variance(
-    head_width: int, *, sigma: float = 1.0, n_sample: int = 100_000, seed: Any = 0
+    head_width: int, *, sigma: float = 1.0, n_sample: int = 100_000, seed: Seed = 0
 ) -> float:
     """Measure the variance of scaled scores, ``dot(q, k) / sqrt(head_width)``.
 

@@ -1,6 +1,8 @@
 """KVCache: the keys and values of sequences that grow, in place and ready for attention()."""
 
-from typing import Any, Unpack
+from __future__ import annotations
+
+from typing import Any, Literal, Unpack, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -252,6 +254,42 @@ class KVCache:
 
     # ---- attention ----------------------------------------------------------------------------
 
+    @overload
+    def attend(
+        self,
+        query: ArrayLike,
+        attn_mask: ArrayLike | None = ...,
+        *,
+        counts: ArrayLike | None = ...,
+        is_causal: bool = ...,
+        return_lse: Literal[False] = ...,
+        **options: Unpack[CachedOptions],
+    ) -> Array: ...
+
+    @overload
+    def attend(
+        self,
+        query: ArrayLike,
+        attn_mask: ArrayLike | None = ...,
+        *,
+        counts: ArrayLike | None = ...,
+        is_causal: bool = ...,
+        return_lse: Literal[True],
+        **options: Unpack[CachedOptions],
+    ) -> tuple[Array, Array]: ...
+
+    @overload
+    def attend(
+        self,
+        query: ArrayLike,
+        attn_mask: ArrayLike | None = ...,
+        *,
+        counts: ArrayLike | None = ...,
+        is_causal: bool = ...,
+        return_lse: bool,
+        **options: Unpack[CachedOptions],
+    ) -> Array | tuple[Array, Array]: ...
+
     @CACHED.shown
     def attend(
         self,
@@ -262,7 +300,7 @@ class KVCache:
         is_causal: bool = True,
         return_lse: bool = False,
         **options: Unpack[CachedOptions],
-    ) -> Any:
+    ) -> Array | tuple[Array, Array]:
         """Attention of the newest tokens to all tokens of their sequence.
 
         The queries of a sequence belong to its last tokens, so append these first. Query ``i`` of
@@ -325,9 +363,10 @@ class KVCache:
         )
         if counts is not None:
             padding = np.arange(n_query) >= n_real[:, None]
-            fills = ((result[0], 0), (result[1], -np.inf)) if return_lse else ((result, 0),)
-            for array, fill in fills:
-                array.swapaxes(1, 2)[padding] = fill
+            rows, lse = result if isinstance(result, tuple) else (result, None)
+            rows.swapaxes(1, 2)[padding] = 0
+            if lse is not None:
+                lse.swapaxes(1, 2)[padding] = -np.inf
         return result
 
     # ---- below the surface --------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """Which heads do one of the few simple things that many trained heads turn out to do."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """Gates for heads that can be learned, and closed for good."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from functools import cached_property
 

@@ -1,5 +1,7 @@
 """Which heads a network can do without."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

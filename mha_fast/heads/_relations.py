@@ -1,5 +1,7 @@
 """How often a head's largest weight falls where an annotator points."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -49,7 +51,7 @@ class RelationAccuracy:
             return float("nan")
         return self.offset_hits[self.best_offset] / self.n_pair
 
-    def __add__(self, other: "RelationAccuracy") -> "RelationAccuracy":
+    def __add__(self, other: RelationAccuracy) -> RelationAccuracy:
         """Hits on the pairs of both."""
         if not isinstance(other, RelationAccuracy):
             return NotImplemented

@@ -1,7 +1,9 @@
 """MultiHeadAttention: the four projections around attention(), with weights that are NumPy arrays."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
-from typing import Any, Self, Unpack
+from typing import Any, Literal, Self, Unpack, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -9,12 +11,13 @@ import numpy.typing as npt
 from .. import _checks
 from .._attention import attention
 from .._options import LAYER, LayerOptions
-from .._typing import Array, ArrayLike
+from .._typing import Array, ArrayLike, Index
 from ..cache import KVCache
 from . import _inputs, _weights
 from ._inputs import Position
 from ._parameters import Parameters
 from ._sizes import KEY, QUERY, VALUE, LayerSizes, check_sizes
+from ._weights import Init, Seed, Style
 
 
 class MultiHeadAttention:
@@ -135,8 +138,8 @@ class MultiHeadAttention:
         kdim: int | None = None,
         vdim: int | None = None,
         dtype: npt.DTypeLike = np.float32,
-        init: str = "xavier_uniform",
-        seed: Any = None,
+        init: Init = "xavier_uniform",
+        seed: Seed = None,
         position: Position | None = None,
     ) -> None:
         sizes = check_sizes(embed_dim, num_heads, num_kv_heads, head_width, value_width, kdim, vdim)
@@ -280,7 +283,7 @@ class MultiHeadAttention:
         """
         return cls._from_tensors(tensors, "llama", num_heads, prefix, dtype, position)
 
-    def state_dict(self, style: str = "torch", *, prefix: str = "") -> dict[str, Array]:
+    def state_dict(self, style: Style = "torch", *, prefix: str = "") -> dict[str, Array]:
         """Copy the weights out under the names of others, as `from_torch` and its kin read them.
 
         Parameters
@@ -405,6 +408,51 @@ class MultiHeadAttention:
 
     # ---- the layer ----------------------------------------------------------------------------
 
+    @overload
+    def __call__(
+        self,
+        query: ArrayLike,
+        key: ArrayLike | None = ...,
+        value: ArrayLike | None = ...,
+        attn_mask: ArrayLike | None = ...,
+        *,
+        cache: KVCache | None = ...,
+        counts: ArrayLike | None = ...,
+        is_causal: bool | None = ...,
+        return_lse: Literal[False] = ...,
+        **options: Unpack[LayerOptions],
+    ) -> Array: ...
+
+    @overload
+    def __call__(
+        self,
+        query: ArrayLike,
+        key: ArrayLike | None = ...,
+        value: ArrayLike | None = ...,
+        attn_mask: ArrayLike | None = ...,
+        *,
+        cache: KVCache | None = ...,
+        counts: ArrayLike | None = ...,
+        is_causal: bool | None = ...,
+        return_lse: Literal[True],
+        **options: Unpack[LayerOptions],
+    ) -> tuple[Array, Array]: ...
+
+    @overload
+    def __call__(
+        self,
+        query: ArrayLike,
+        key: ArrayLike | None = ...,
+        value: ArrayLike | None = ...,
+        attn_mask: ArrayLike | None = ...,
+        *,
+        cache: KVCache | None = ...,
+        counts: ArrayLike | None = ...,
+        is_causal: bool | None = ...,
+        return_lse: bool,
+        **options: Unpack[LayerOptions],
+    ) -> Array | tuple[Array, Array]: ...
+
     @LAYER.shown
     def __call__(
         self,
@@ -418,7 +466,7 @@ class MultiHeadAttention:
         is_causal: bool | None = None,
         return_lse: bool = False,
         **options: Unpack[LayerOptions],
-    ) -> Any:
+    ) -> Array | tuple[Array, Array]:
         """Attend to tokens.
 
         Parameters
@@ -591,7 +639,7 @@ class MultiHeadAttention:
         self._check_out(out, (*shape[:-3], shape[-2]))
         return self._parameters.output(array.swapaxes(-3, -2), out)
 
-    def prune_heads(self, heads: Any) -> Self:
+    def prune_heads(self, heads: Index) -> Self:
         """Make a smaller layer without some heads.
 
         Its output is that of this layer with a `head_mask` of 0 for these heads.
@@ -702,7 +750,9 @@ class MultiHeadAttention:
         return stay
 
 
-def _attend_cached(cache: KVCache, heads: list[Array], options: dict[str, Any]) -> Any:
+def _attend_cached(
+    cache: KVCache, heads: list[Array], options: dict[str, Any]
+) -> Array | tuple[Array, Array]:
     """Append and attend; where the second fails the first is undone."""
     query, key, value = heads
     before = cache.lengths

@@ -1,15 +1,28 @@
 """Weights of a layer: how they are drawn, and their names in the files of others."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
 from .. import _checks
 from .._typing import Array
 from ._sizes import LayerSizes, check_sizes
+
+Init: TypeAlias = Literal["xavier_uniform", "xavier_normal", "lecun_normal", "gpt_normal", "zeros"]
+Style: TypeAlias = Literal["torch", "bert", "llama"]
+# What `numpy.random.default_rng` takes.
+Seed: TypeAlias = (
+    int
+    | Sequence[int]
+    | np.random.SeedSequence
+    | np.random.BitGenerator
+    | np.random.Generator
+    | np.random.RandomState
+    | None
+)
 
 # ---- drawing ----------------------------------------------------------------------------------
 
@@ -65,7 +78,7 @@ class Tensors:
     out_bias: Array | None
 
 
-class Style(NamedTuple):
+class Names(NamedTuple):
     """Names of one family of models, without "weight" and "bias"."""
 
     inputs: tuple[str, str, str]
@@ -74,9 +87,9 @@ class Style(NamedTuple):
 
 
 STYLES = {
-    "torch": Style(("q_proj", "k_proj", "v_proj"), "out_proj", ()),
-    "bert": Style(("self.query", "self.key", "self.value"), "output.dense", ("output.LayerNorm.",)),
-    "llama": Style(("q_proj", "k_proj", "v_proj"), "o_proj", ("rotary_emb.",)),
+    "torch": Names(("q_proj", "k_proj", "v_proj"), "out_proj", ()),
+    "bert": Names(("self.query", "self.key", "self.value"), "output.dense", ("output.LayerNorm.",)),
+    "llama": Names(("q_proj", "k_proj", "v_proj"), "o_proj", ("rotary_emb.",)),
 }
 
 

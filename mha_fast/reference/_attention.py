@@ -1,13 +1,54 @@
 """The forward pass: of padded batches, and of packed sequences."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import numpy as np
 
 from .._typing import Array, ArrayLike, Window
 from ._dropout import dropout_factor
 from ._scores import masked_scores, softmax, weighted_rows, with_all_heads
+
+if TYPE_CHECKING:  # for their types alone: nothing of the checks is used here
+    from .._options import AttentionOptions
+
+
+@overload
+def attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    attn_mask: ArrayLike | None = ...,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[AttentionOptions],
+) -> Array: ...
+
+
+@overload
+def attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    attn_mask: ArrayLike | None = ...,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[AttentionOptions],
+) -> tuple[Array, Array]: ...
+
+
+@overload
+def attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    attn_mask: ArrayLike | None = ...,
+    *,
+    return_lse: bool,
+    **options: Unpack[AttentionOptions],
+) -> Array | tuple[Array, Array]: ...
 
 
 def attention(
@@ -31,7 +72,7 @@ def attention(
     precision: str = "highest",
     out: Array | None = None,
     num_threads: int | None = None,
-) -> Any:
+) -> Array | tuple[Array, Array]:
     """Multi-head attention in float64, with every option of ``mha_fast.attention``.
 
     Parameters
@@ -108,6 +149,54 @@ def attention(
     return (result, lse) if return_lse else result
 
 
+@overload
+def attention_varlen(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike,
+    *,
+    query_offset: ArrayLike | str = ...,
+    alibi_slopes: ArrayLike | None = ...,
+    head_mask: ArrayLike | None = ...,
+    return_lse: Literal[False] = ...,
+    **options: Any,
+) -> Array: ...
+
+
+@overload
+def attention_varlen(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike,
+    *,
+    query_offset: ArrayLike | str = ...,
+    alibi_slopes: ArrayLike | None = ...,
+    head_mask: ArrayLike | None = ...,
+    return_lse: Literal[True],
+    **options: Any,
+) -> tuple[Array, Array]: ...
+
+
+@overload
+def attention_varlen(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike,
+    *,
+    query_offset: ArrayLike | str = ...,
+    alibi_slopes: ArrayLike | None = ...,
+    head_mask: ArrayLike | None = ...,
+    return_lse: bool,
+    **options: Any,
+) -> Array | tuple[Array, Array]: ...
+
+
 def attention_varlen(
     query: ArrayLike,
     key: ArrayLike,
@@ -120,7 +209,7 @@ def attention_varlen(
     head_mask: ArrayLike | None = None,
     return_lse: bool = False,
     **options: Any,
-) -> Any:
+) -> Array | tuple[Array, Array]:
     """One call of `attention` for each packed sequence, in float64.
 
     Parameters

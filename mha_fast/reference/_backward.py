@@ -1,5 +1,7 @@
 """The backward pass: gradients of padded batches, and of packed sequences."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,5 +1,7 @@
 """What is usually written."""
 
+from __future__ import annotations
+
 import math
 
 import numpy as np

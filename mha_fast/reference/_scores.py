@@ -1,5 +1,7 @@
 """Scores before the softmax, the softmax, and sums that pass over what is excluded."""
 
+from __future__ import annotations
+
 import math
 
 import numpy as np

@@ -1,5 +1,7 @@
 """What each head looks at."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,11 +1,61 @@
 """The weights themselves."""
 
-from typing import Any
+from __future__ import annotations
+
+from typing import Any, Literal, overload
 
 import numpy as np
 
-from .._typing import ArrayLike
+from .._typing import Array, ArrayLike, Index
 from ._scores import masked_scores, softmax, with_all_heads
+
+
+@overload
+def attention_weights(
+    query: ArrayLike,
+    key: ArrayLike,
+    attn_mask: ArrayLike | None = ...,
+    *,
+    queries: Index | None = ...,
+    heads: Index | None = ...,
+    sinks: ArrayLike | None = ...,
+    head_mask: ArrayLike | None = ...,
+    return_lse: Literal[False] = ...,
+    num_threads: int | None = ...,
+    **options: Any,
+) -> Array: ...
+
+
+@overload
+def attention_weights(
+    query: ArrayLike,
+    key: ArrayLike,
+    attn_mask: ArrayLike | None = ...,
+    *,
+    queries: Index | None = ...,
+    heads: Index | None = ...,
+    sinks: ArrayLike | None = ...,
+    head_mask: ArrayLike | None = ...,
+    return_lse: Literal[True],
+    num_threads: int | None = ...,
+    **options: Any,
+) -> tuple[Array, Array]: ...
+
+
+@overload
+def attention_weights(
+    query: ArrayLike,
+    key: ArrayLike,
+    attn_mask: ArrayLike | None = ...,
+    *,
+    queries: Index | None = ...,
+    heads: Index | None = ...,
+    sinks: ArrayLike | None = ...,
+    head_mask: ArrayLike | None = ...,
+    return_lse: bool,
+    num_threads: int | None = ...,
+    **options: Any,
+) -> Array | tuple[Array, Array]: ...
 
 
 def attention_weights(
@@ -13,14 +63,14 @@ def attention_weights(
     key: ArrayLike,
     attn_mask: ArrayLike | None = None,
     *,
-    queries: Any = None,
-    heads: Any = None,
+    queries: Index | None = None,
+    heads: Index | None = None,
     sinks: ArrayLike | None = None,
     head_mask: ArrayLike | None = None,
     return_lse: bool = False,
     num_threads: int | None = None,
     **options: Any,
-) -> Any:
+) -> Array | tuple[Array, Array]:
     """Weights that `attention` multiplies the values by, in float64.
 
     Parameters
@@ -53,7 +103,8 @@ def attention_weights(
     weights = np.where(scores == -np.inf, 0.0, weights)
     for axis, picked in ((-2, queries), (-3, heads)):
         if picked is not None:
-            places = np.atleast_1d(np.arange(weights.shape[axis])[picked])
+            index: Any = picked
+            places = np.atleast_1d(np.arange(weights.shape[axis])[index])
             weights, lse = weights.take(places, axis), lse.take(places, axis + 1)
     if one_head:
         weights, lse = weights[0], lse[0]

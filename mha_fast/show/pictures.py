@@ -8,13 +8,18 @@ from dark to light in colours that look alike to the colour-blind (cividis), wit
 cell, and the lines differ in width and darkness.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .._typing import Array
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["head_maps", "token_views"]
 
@@ -25,7 +30,7 @@ FAINTEST = 0.02  # share of the weight below which a line is left out: it would 
 LINE_WIDTH = 7  # points, of all the weight
 
 
-def head_maps(measurements: Mapping[str, Array], n_column: int = 2) -> Any:
+def head_maps(measurements: Mapping[str, Array], n_column: int = 2) -> Figure:
     """One map per measurement: a row for each layer, a column for each head.
 
     Parameters
@@ -63,12 +68,15 @@ def head_maps(measurements: Mapping[str, Array], n_column: int = 2) -> Any:
     return figure
 
 
-def _figure(width: float, height: float) -> Any:
+def _figure(width: float, height: float) -> Figure:
     """An empty figure, made without pyplot, which would keep it and might open a window."""
-    return import_module("matplotlib.figure").Figure((width, height), layout="constrained")
+    figure: Figure = import_module("matplotlib.figure").Figure(
+        (width, height), layout="constrained"
+    )
+    return figure
 
 
-def _draw_map(figure: Any, panel: Any, title: str, numbers: Array) -> None:
+def _draw_map(figure: Figure, panel: Any, title: str, numbers: Array) -> None:
     image = panel.imshow(numbers, cmap=COLOURS, aspect="auto")
     for (layer, head), number in np.ndenumerate(numbers):
         # near the middle of cividis, black and white stand out from it equally
@@ -94,7 +102,7 @@ def token_views(
     tokens: Sequence[str],
     weights: Mapping[str, Array],
     sources: Mapping[str, Sequence[int]] | None = None,
-) -> Any:
+) -> Figure:
     """A panel per head: lines from each token to those it draws on, the wider the more.
 
     Parameters
