@@ -64,9 +64,10 @@ def documented_names():
 
 def test_api_reference_is_complete():
     pytest.importorskip("onnx", reason="mha_fast.onnx needs onnx")
-    from mha_fast import onnx
+    pytest.importorskip("dask.array", reason="mha_fast.dask needs dask")
+    from mha_fast import dask, onnx
 
-    modules = (mha_fast, cost, heads, minilm, onnx, pictures, reference)
+    modules = (mha_fast, cost, dask, heads, minilm, onnx, pictures, reference)
     public = {
         f"{module.__name__}.{name}"
         for module in modules
