@@ -3,6 +3,7 @@
     attention          softmax(scale * query @ key.T) @ value for every head, with masks, windows,
                        grouped heads, caches and gates; no n_query x n_key array is ever made
     attention_varlen   the same over packed sequences of any lengths
+    attention_backward, attention_varlen_backward   gradients of all their arguments
     attention_weights  the weights themselves, of all or some queries and heads
     head_statistics    what each head looks at: entropy, confidence, offsets, ... without the weights
     merge_attention    one result from results over disjoint sets of keys
@@ -41,6 +42,7 @@ from .config import get_num_threads, set_num_threads, show_config
 
 if TYPE_CHECKING:
     from . import cost, heads, reference
+    from ._gradients import attention_backward, attention_varlen_backward
     from ._merge import merge_attention
     from ._statistics import HeadStatistics, head_statistics
     from .cache import KVCache
@@ -53,7 +55,9 @@ __all__ = [
     "KVCache",
     "MultiHeadAttention",
     "attention",
+    "attention_backward",
     "attention_varlen",
+    "attention_varlen_backward",
     "attention_weights",
     "cost",
     "get_num_threads",
@@ -70,6 +74,8 @@ _LATER = {
     "HeadStatistics": "_statistics",
     "KVCache": "cache",
     "MultiHeadAttention": "layer",
+    "attention_backward": "_gradients",
+    "attention_varlen_backward": "_gradients",
     "cost": "",
     "head_statistics": "_statistics",
     "heads": "",

@@ -60,6 +60,8 @@ class Call:
     cu_seqlens_q: Array | None = field(default=None, init=False)
     cu_seqlens_k: Array | None = field(default=None, init=False)
     statistics: Any = field(default=None, init=False)  # what to measure, instead of weights
+    dropout_p: float = field(default=0.0, init=False)
+    dropout_seed: int | None = field(default=None, init=False)
     high: bool = field(default=False, init=False)  # precision "high" is enough
     return_lse: bool = field(default=False, init=False)
     out: Array | None = field(default=None, init=False)  # receives the result

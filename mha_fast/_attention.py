@@ -109,6 +109,12 @@ def attention(
         One more logit per head that takes weight but has no value.
     head_mask : array, (n_head,) or (..., n_head), optional
         Gate on the output of each head. A gate of 0 gives exactly 0 whatever the head holds.
+    dropout_p : float
+        From 0 to below 1: this share of the weights is dropped, after the softmax, and the others
+        are divided by ``1 - dropout_p``. `lse` is that without dropout.
+    dropout_seed : int of 64 bits, optional
+        Needed where `dropout_p` is above 0. Which weights are dropped follows from the seed and the
+        place of each: see `reference.dropout_mask`. `attention_backward` wants the same seed.
     return_lse : bool
         Also return the log-sum-exp of each query's scores.
     precision : {"highest", "high"}
@@ -143,8 +149,8 @@ def attention(
     excluded propagates. A key whose score is -inf by arithmetic has weight 0.
 
     16-bit inputs are widened to float32 tile by tile, computed in float32 and rounded once at the
-    end; a float mask keeps its own dtype until then. Long calls use the matrix unit of a CPU that
-    has one: float32 and float16 as sums of products of bfloat16 parts, with no larger an error;
+    end; a float mask keeps its own dtype until then. Long calls without dropout use the matrix unit
+    of a CPU that has one: float32 and float16 as sums of products of bfloat16 parts, with no larger an error;
     bfloat16 with weights rounded to bfloat16, so that `lse` is within 2**-9.
 
     An operand whose last axis is not contiguous, that is not aligned or of foreign byte order is
@@ -242,6 +248,8 @@ def attention_varlen(
     alibi_slopes, head_mask : array, (n_head,) or (n_sequence, n_head), optional
     is_causal, window, scale, softcap, sinks, return_lse, precision, num_threads
         As in `attention`.
+    dropout_p, dropout_seed
+        As in `attention`; sequences count as batch entries.
     out : array, (n_row_q, n_head, value_width), optional
 
     Returns

@@ -79,6 +79,22 @@ def default_scale(head_width: int) -> float:
     return 1.0 / math.sqrt(head_width) if head_width else 1.0
 
 
+def share(name: str, value: Any) -> float:
+    """Return a float from 0 to below 1."""
+    result = number(name, value)
+    if not 0 <= result < 1:
+        raise ValueError(f"{name} is {result}; expected a number of at least 0 and below 1")
+    return result
+
+
+def seed(name: str, value: Any) -> int:
+    """Return an int of 64 bits."""
+    result = index(name, value, "an int of 64 bits")
+    if not 0 <= result < 1 << 64:
+        raise ValueError(f"{name} is {result}; expected an int from 0 to 2**64 - 1")
+    return result
+
+
 def finite(name: str, value: Any) -> float:
     """Return a finite float."""
     result = number(name, value)

@@ -52,12 +52,30 @@ class _OfResult(TypedDict, total=False):
     out: Array | None
 
 
-class VarlenOptions(_OfScores, _OfPlaces, _OfResult):
+class _OfDropout(TypedDict, total=False):
+    dropout_p: float
+    dropout_seed: int | None
+
+
+class VarlenOptions(_OfScores, _OfPlaces, _OfResult, _OfDropout):
     """Of `attention_varlen`, whose boundaries are the lengths."""
 
 
 class AttentionOptions(VarlenOptions, total=False):
     """Of `attention` and of the layer."""
+
+    kv_lengths: ArrayLike | None
+
+
+class VarlenBackwardOptions(_OfScores, _OfPlaces, _OfDropout, total=False):
+    """Of `attention_varlen_backward`: a backward pass allocates its results."""
+
+    head_mask: ArrayLike | None
+    precision: Literal["highest", "high"]
+
+
+class BackwardOptions(VarlenBackwardOptions, total=False):
+    """Of `attention_backward`."""
 
     kv_lengths: ArrayLike | None
 
@@ -133,6 +151,18 @@ def _sinks(call: "Call", value: Any) -> None:
 def _head_mask(call: "Call", value: Any) -> None:
     if value is not None:
         call.head_mask = _checks.per_head("head_mask", value, call.per_head)
+
+
+# ---- dropout ------------------------------------------------------------------------------------
+
+
+def _dropout_p(call: "Call", value: Any) -> None:
+    call.dropout_p = _checks.share("dropout_p", value)
+
+
+def _dropout_seed(call: "Call", value: Any) -> None:
+    if value is not None:
+        call.dropout_seed = _checks.seed("dropout_seed", value)
 
 
 # ---- who sees whom ------------------------------------------------------------------------------
@@ -215,6 +245,8 @@ OPTIONS = (
     Option("alibi_slopes", None, _alibi_slopes),
     Option("sinks", None, _sinks),
     Option("head_mask", None, _head_mask),
+    Option("dropout_p", 0.0, _dropout_p),
+    Option("dropout_seed", None, _dropout_seed),
     Option("return_lse", False, _return_lse),
     Option("precision", "highest", _precision),
     Option("out", None, _out),
@@ -241,6 +273,10 @@ class Options:
             read(call, value)
         if call.ends_together:
             call.query_offset = _first_of_the_last(call)
+        if call.dropout_p > 0 and call.dropout_seed is None:
+            raise ValueError(
+                f"dropout_seed is None; expected an int of 64 bits with dropout_p {call.dropout_p}"
+            )
 
     def check_names(self, given: Mapping[str, Any]) -> None:
         """Refuse a name that is no option of the function."""
@@ -265,6 +301,8 @@ def _unknown(name: str) -> TypeError:
 
 ATTENTION = Options(AttentionOptions)
 VARLEN = Options(VarlenOptions)
+BACKWARD = Options(BackwardOptions)
+VARLEN_BACKWARD = Options(VarlenBackwardOptions)
 WEIGHTS = Options(WeightsOptions)
 STATISTICS = Options(StatisticsOptions)
 CACHED = Options(CachedOptions)

@@ -26,11 +26,16 @@ Each module of loop/ is made of inline functions and takes in only modules above
     scores        the reader of masks, and what makes logits of dot products
     plan          tasks and their order
     workspace     where the buffers lie, in one piece of memory
+    dropout       how it counts the rows of a sub-tile
     forward       the walk, and attention on it
     revisit, statistics, decode, matrix
+    backward, row_sums, mask_gradient, ring   the gradients, and in which order their tasks come
 
-contract/ holds what the loop and the kernels agree on, as a header and its .pxd for each domain: problem, tiles, decode,
-statistics, matrix, instruction_set.  All arithmetic is in kernels/; the loop decides what is visited, and in which order.
+differentiate() goes the same way, with tasks that add to the gradients.
+
+contract/ holds what the loop and the kernels agree on, as a header and its .pxd for each domain: problem, tiles, dropout,
+decode, statistics, matrix, backward, instruction_set.  All arithmetic is in kernels/; the loop decides what is visited,
+and in which order.
 
 No n_query x n_key array exists, unless the weights themselves are the output: a task holds one block of scores for
 one sub-tile.  The key blocks lie on a fixed grid and every sub-tile runs through them by itself, so neither the
@@ -41,7 +46,7 @@ from cpython.buffer cimport (
 )
 from cython.parallel cimport parallel, prange, threadid
 from libc.math cimport fabs
-from libc.stdint cimport int64_t, uint8_t
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memset
 
@@ -51,15 +56,23 @@ from contract.instruction_set cimport (
 )
 from contract.matrix cimport MHA_MATRIX_PANEL, MHA_MATRIX_ROWS, mha_matrix_kernels
 from contract.problem cimport (
-    MHA_FLOAT32, MHA_FLOAT64, MHA_KEY, MHA_LSE, MHA_MASK, MHA_N_OPERAND, MHA_OUT, MHA_QUERY, MHA_VALUE, mha_operand,
+    MHA_DELTA, MHA_FLOAT32, MHA_FLOAT64, MHA_GATE_SUM, MHA_GRAD_KEY, MHA_GRAD_LSE, MHA_GRAD_OUT, MHA_GRAD_QUERY,
+    MHA_GRAD_VALUE, MHA_KEY, MHA_LSE, MHA_MASK, MHA_N_OPERAND, MHA_OUT, MHA_QUERY, MHA_SLOPE_SUM, MHA_VALUE, mha_operand,
     mha_problem, mha_storage,
 )
+from loop.backward cimport KEY_CHUNK, ROW_CHUNK, differentiate_chunks, space_back
 from loop.decode cimport combine_splits, decode_split
+from loop.dropout cimport drops
 from loop.forward cimport attend_rows
+from loop.mask_gradient cimport run_mask_task
 from loop.matrix cimport attend_matrix
-from loop.operands cimport adds_mask, keys_of, queries_of, rows_of
+from loop.operands cimport adds_mask, has, keys_of, queries_of, rows_of
 from loop.plan cimport count_tasks, kind_of, list_tasks, splits_of
 from loop.revisit cimport RECEIVED_KEYS, receive, write_weights
+from loop.ring cimport (
+    count_back, key_chunks_of, lay_out_call_back, list_ring_rounds, list_ring_tasks, plan_back, ring_task,
+)
+from loop.row_sums cimport run_row_task
 from loop.statistics cimport measure_rows
 from loop.structs cimport (
     DECODE, MATRIX, STATISTICS, TILES, WEIGHTS, ceil_divide, plan, task, task_kind, workspace,
@@ -204,6 +217,96 @@ cdef int run(const mha_problem *p, const mha_kernels *k, const mha_matrix_kernel
     return -1 if look.stopped else 0
 
 
+# ---------------------------------------------------------------------------------------------------- the backward pass
+
+cdef inline void run_ring_task(space_back *b, const mha_problem *p, const mha_kernels *k, const ring_task *t,
+                               ptrdiff_t phase, int thread, watch *look) noexcept nogil:
+    """A key chunk in a phase, or all of them in all phases."""
+    cdef ptrdiff_t i, cost = KEY_CHUNK * ROW_CHUNK
+    if t.key_chunk >= 0:
+        if may_go_on(look, thread, cost):
+            differentiate_chunks(b, p, k, t.batch_head, t.key_chunk, (t.key_chunk + phase) % t.period)
+        return
+    for phase in range(t.period):
+        for i in range(key_chunks_of(p, t.batch_head)):
+            if may_go_on(look, thread, cost):
+                differentiate_chunks(b, p, k, t.batch_head, i, (i + phase) % t.period)
+
+
+cdef inline void run_rows(space_back *b, const mha_problem *p, const mha_kernels *k, const plan_back *work,
+                          ptrdiff_t i) noexcept nogil:
+    run_row_task(b, p, k, i // work.most_row_tiles, i % work.most_row_tiles * k.tile_rows)
+
+
+cdef void run_back_alone(space_back *b, const mha_problem *p, const mha_problem *by_head, const mha_kernels *k,
+                         const plan_back *work, watch *look) noexcept nogil:
+    """All of the work on the calling thread."""
+    cdef ptrdiff_t i, r
+    for i in range(work.n_row_task):
+        if may_go_on(look, 0, work.row_cost):
+            run_rows(b, p, k, work, i)
+    for r in range(work.n_round):
+        for i in range(work.rounds[r].first, work.rounds[r].last):
+            run_ring_task(b, p, k, &work.tasks[i], work.rounds[r].phase, 0, look)
+    for i in range(work.n_mask_task):
+        if may_go_on(look, 0, work.mask_cost):
+            run_mask_task(b, by_head, k, &work.mask, i)
+
+
+cdef void run_back_as_team(space_back *b, const mha_problem *p, const mha_problem *by_head, const mha_kernels *k,
+                           const plan_back *work, int n_thread, watch *look) noexcept nogil:
+    """The same on several threads, each with a workspace of its own.  A round ends when all have done their part."""
+    cdef ptrdiff_t i, r
+    cdef int64_t called = mha_clock(), late = 0
+    for i in range(n_thread):  # a runtime may send fewer
+        b[i].w.arrived = called
+    with parallel(num_threads=n_thread):
+        b[threadid()].w.arrived = mha_clock()
+        for i in prange(work.n_row_task, schedule="dynamic", chunksize=4):
+            if may_go_on(look, threadid(), work.row_cost):
+                run_rows(&b[threadid()], p, k, work, i)
+        for r in range(work.n_round):
+            for i in prange(work.rounds[r].first, work.rounds[r].last, schedule="dynamic", chunksize=1):
+                run_ring_task(&b[threadid()], p, k, &work.tasks[i], work.rounds[r].phase, threadid(), look)
+        for i in prange(work.n_mask_task, schedule="dynamic", chunksize=1):
+            if may_go_on(look, threadid(), work.mask_cost):
+                run_mask_task(&b[threadid()], by_head, k, &work.mask, i)
+    for i in range(n_thread):
+        late = max(late, b[i].w.arrived - called)
+    mha_team_met(n_thread, late)
+
+
+cdef int run_back(const mha_problem *p, const mha_kernels *k, plan_back *work, int wanted) except -1:
+    """Plan, allocate, compute.  `work` holds the mask and the waves."""
+    cdef double seconds = 2.5 * seconds_alone(p, k)  # five products in place of two
+    cdef int i, n_thread = team_size(seconds, wanted)
+    cdef space_back *space
+    cdef mha_problem by_head = p[0]  # for the mask: every query head has rows of its own
+    cdef watch look
+    by_head.packed_heads, by_head.n_row_head = 1, p.n_head
+    if n_thread > 1:
+        n_thread = mha_threads_startable(n_thread)
+    count_back(work, p, k, n_thread)
+    cdef size_t size = lay_out_call_back(NULL, &space, work, p, k, n_thread)
+    cdef char *memory = <char *>mha_take_memory(&size)
+    if memory == NULL:
+        raise MemoryError(f"no memory for {work.n_task} tasks and the workspace of {n_thread} threads: {size} bytes")
+    lay_out_call_back(memory, &space, work, p, k, n_thread)
+    with nogil:
+        if work.n_task > 0:
+            list_ring_tasks(work.tasks, p, k, work)
+        work.n_round = list_ring_rounds(work.rounds, work.tasks, work.n_task)
+        begin_watch(&look, seconds)
+        for i in range(n_thread):
+            space[i].w.look, space[i].w.thread = &look, i
+        if n_thread == 1:
+            run_back_alone(space, p, &by_head, k, work, &look)
+        else:
+            run_back_as_team(space, p, &by_head, k, work, n_thread, &look)
+    mha_give_back_memory(memory, size)
+    return -1 if look.stopped else 0
+
+
 # ---------------------------------------------------------------------------------------------------- Python's entrance
 
 # Read once by each call, so that threads may change it while others work.
@@ -217,7 +320,7 @@ cdef inline const mha_isa *isa_in_use() noexcept nogil:
 
 cdef const mha_matrix_kernels *matrix_for(const mha_isa *isa, const mha_problem *p, bint high, double scale) noexcept:
     """The matrix unit, where attention of these sizes may use it."""
-    if (not 0 < p.head_width <= MAX_MATRIX_WIDTH or not 0 < p.value_width <= MAX_MATRIX_WIDTH
+    if (drops(p) or not 0 < p.head_width <= MAX_MATRIX_WIDTH or not 0 < p.value_width <= MAX_MATRIX_WIDTH
             # Beyond, the last terms of small keys, which the unit takes for 0, would show in the logits.
             or fabs(scale) > 1e12):
         return NULL
@@ -242,10 +345,11 @@ cdef void choose_units(mha_problem *p, double scale, size_t item_size) noexcept:
 
 cdef class Buffers:
     """Buffers of a call, and the numbers derived from them; everything is given back at the end."""
-    cdef Py_buffer view[16]
+    cdef Py_buffer view[32]
     cdef int n_view
     cdef ptrdiff_t *offset
     cdef mha_problem problem
+    cdef bint backward               # what attention wrote is read
 
     def __dealloc__(self):
         cdef int i
@@ -264,8 +368,8 @@ cdef class Buffers:
 
     cdef const Py_buffer *operand(self, int which, array, int storage, tuple batch_shape, int n_own) except NULL:
         """Set an operand whose last n_own axes are head, row and (but for lse) column."""
-        cdef int flags = PyBUF_STRIDES | PyBUF_WRITABLE if which in (MHA_OUT, MHA_LSE) else PyBUF_STRIDED_RO
-        cdef Py_buffer *view = self.acquire(array, flags)
+        cdef bint written = which >= MHA_DELTA or (which in (MHA_OUT, MHA_LSE) and not self.backward)
+        cdef Py_buffer *view = self.acquire(array, PyBUF_STRIDES | PyBUF_WRITABLE if written else PyBUF_STRIDED_RO)
         cdef mha_operand *operand = &self.problem.operand[which]
         cdef ptrdiff_t *offset = self.offset + which * self.problem.n_batch
         operand.data, operand.storage = <char *>view.buf, <mha_storage>storage
@@ -338,7 +442,6 @@ cdef int set_operands(Buffers buffers, call, value, out, int out_storage, lse) e
     cdef mha_problem *p = &buffers.problem
     cdef tuple batch_shape = call.batch_shape
     cdef int element = call.element
-    cdef const int64_t *boundary
     cdef const Py_buffer *view
     mask = call.mask
     p.n_batch = call.n_batch
@@ -357,16 +460,32 @@ cdef int set_operands(Buffers buffers, call, value, out, int out_storage, lse) e
     if mask is not None:
         buffers.operand(MHA_MASK, mask, call.mask_type, batch_shape, 3)
     if lse is not None:
-        buffers.operand(MHA_LSE, lse, MHA_FLOAT64 if element == MHA_FLOAT64 else MHA_FLOAT32, batch_shape, 2)
-    if call.cu_seqlens_q is not None:
-        boundary = <const int64_t *>buffers.numbers(call.cu_seqlens_q)
-        buffers.pack(MHA_QUERY, boundary)
-        buffers.pack(MHA_OUT, boundary)
-        buffers.pack(MHA_LSE, boundary)
-        boundary = <const int64_t *>buffers.numbers(call.cu_seqlens_k)
-        buffers.pack(MHA_KEY, boundary)
-        buffers.pack(MHA_VALUE, boundary)
+        buffers.operand(MHA_LSE, lse, arithmetic(element), batch_shape, 2)
     return 0
+
+
+cdef inline int arithmetic(int element) noexcept:
+    """The type of the computation, and of the log-sum-exp."""
+    return MHA_FLOAT64 if element == MHA_FLOAT64 else MHA_FLOAT32
+
+
+cdef int pack_sequences(Buffers buffers, call) except -1:
+    """Where sequences lie one after the other, let each entry of every operand begin with its own."""
+    cdef int which
+    if call.cu_seqlens_q is None:
+        return 0
+    cdef const int64_t *of_queries = <const int64_t *>buffers.numbers(call.cu_seqlens_q)
+    cdef const int64_t *of_keys = <const int64_t *>buffers.numbers(call.cu_seqlens_k)
+    for which in range(MHA_N_OPERAND):
+        if has(&buffers.problem, which):
+            buffers.pack(which, of_keys if which in (MHA_KEY, MHA_VALUE, MHA_GRAD_KEY, MHA_GRAD_VALUE) else of_queries)
+    return 0
+
+
+cdef void set_dropout(mha_problem *p, double share, uint64_t seed) noexcept:
+    """A word below the share of 2**32 is dropped; the product with a power of 2 is exact."""
+    p.dropped.threshold, p.dropped.factor = <uint32_t>(share * 4294967296.0), 1 / (1 - share)
+    p.dropped.key[0], p.dropped.key[1] = <uint32_t>seed, <uint32_t>(seed >> 32)
 
 
 cdef int set_options(Buffers buffers, call, size_t item_size) except -1:
@@ -383,6 +502,9 @@ cdef int set_options(Buffers buffers, call, size_t item_size) except -1:
     p.gate = <const double *>buffers.numbers(call.head_mask)
     p.window_left, p.window_right = call.window
     p.softcap = call.softcap
+    if call.dropout_p > 0:
+        set_dropout(p, call.dropout_p, call.dropout_seed)
+    p.grad_scale = call.scale
     choose_units(p, call.scale, item_size)
     return 0
 
@@ -404,12 +526,55 @@ def attend(call, out, lse, int n_thread):
     if value is None:
         kind = WEIGHTS if call.statistics is None else STATISTICS
     set_operands(buffers, call, value, out, MHA_FLOAT64 if kind == STATISTICS else element, lse)
+    pack_sequences(buffers, call)
     set_options(buffers, call, k.item_size)
     if kind == STATISTICS:
         ask_statistics(buffers, call.statistics)
     elif kind == TILES and isa.matrix != NULL:
         matrix = matrix_for(isa, p, call.high, call.scale)
     run(p, k, matrix, kind, n_thread)
+
+
+def differentiate(call, what, int n_thread):
+    """Add the gradients of one checked call to the arrays in `what`, a `Gradients` of mha_fast/_gradients.py."""
+    cdef Buffers buffers = Buffers()
+    cdef mha_problem *p = &buffers.problem
+    cdef int element = call.element, number = arithmetic(element)
+    cdef const mha_kernels *k = mha_kernels_for(isa_in_use(), <mha_storage>element)
+    cdef plan_back work
+    cdef const Py_buffer *view
+    buffers.backward = True
+    set_operands(buffers, call, call.value, what.out, element, what.lse)
+    buffers.operand(MHA_GRAD_OUT, what.grad_out, element, call.batch_shape, 3)
+    for which, array, n_own in (
+        (MHA_GRAD_LSE, what.grad_lse, 2), (MHA_DELTA, what.delta, 2), (MHA_GRAD_QUERY, what.query, 3),
+        (MHA_GRAD_KEY, what.key, 3), (MHA_GRAD_VALUE, what.value, 3), (MHA_SLOPE_SUM, what.slope_sum, 2),
+        (MHA_GATE_SUM, what.gate_sum, 2),
+    ):
+        if array is not None:
+            buffers.operand(which, array, number, call.batch_shape, n_own)
+    pack_sequences(buffers, call)
+    set_options(buffers, call, k.item_size)
+    memset(&work, 0, sizeof(work))
+    if what.mask is not None:
+        view = buffers.acquire(what.mask, PyBUF_STRIDES | PyBUF_WRITABLE)
+        work.mask.data, work.mask.n_entry, work.mask.n_head = <char *>view.buf, view.shape[0], view.shape[1]
+        work.mask.n_query, work.mask.n_key = view.shape[2], view.shape[3]
+        work.mask.batch_of = <const int64_t *>buffers.numbers(what.mask_batches)
+        work.mask.first_of = <const int64_t *>buffers.numbers(what.mask_bounds)
+    work.wave = <const int64_t *>buffers.numbers(what.waves)
+    run_back(p, k, &work, n_thread)
+
+
+def round_numbers(int element, wide, narrow):
+    """Round the numbers of a contiguous array of the arithmetic type to the element type, one after the other."""
+    cdef Buffers buffers = Buffers()
+    cdef const mha_kernels *k = mha_kernels_for(isa_in_use(), <mha_storage>element)
+    cdef const Py_buffer *source = buffers.acquire(wide, PyBUF_STRIDED_RO)
+    cdef char *target = <char *>buffers.acquire(narrow, PyBUF_STRIDES | PyBUF_WRITABLE).buf
+    cdef ptrdiff_t n = source.len // k.item_size
+    with nogil:
+        k.backward.store_numbers(target, source.buf, n)
 
 
 # -------------------------------------------------------------------------------------------- instruction set, threads

@@ -8,43 +8,65 @@ import pytest
 
 import mha_fast
 from mha_fast import reference
-from mha_fast._options import ATTENTION, CACHED, LAYER, OPTIONS, STATISTICS, VARLEN, WEIGHTS
+from mha_fast._options import (
+    ATTENTION,
+    BACKWARD,
+    CACHED,
+    LAYER,
+    OPTIONS,
+    STATISTICS,
+    VARLEN,
+    VARLEN_BACKWARD,
+    WEIGHTS,
+)
 
 DEFAULTS = {option.name: option.default for option in OPTIONS}
 NAMES = tuple(DEFAULTS)
 _QKV = "query key value"
 _PACKED = f"{_QKV} cu_seqlens_q cu_seqlens_k"
+_BACK = "grad_out out lse grad_lse wanted"
+_DROPOUT = "dropout_p dropout_seed"
 _MEASURED = "query key offsets key_sets ignore_keys received"
 
 # Of each function: what it takes beside the options, and which options it has no use for.
 FUNCTIONS = {
     "attention": (mha_fast.attention, _QKV, ""),
     "attention_varlen": (mha_fast.attention_varlen, _PACKED, "attn_mask kv_lengths"),
+    "attention_backward": (
+        mha_fast.attention_backward,
+        f"{_BACK} {_QKV}",
+        "return_lse",
+    ),
+    "attention_varlen_backward": (
+        mha_fast.attention_varlen_backward,
+        f"{_BACK} {_PACKED}",
+        "attn_mask kv_lengths return_lse",
+    ),
     "attention_weights": (
         mha_fast.attention_weights,
         "query key queries heads",
-        "precision out",
+        f"precision out {_DROPOUT}",
     ),
     "head_statistics": (
         mha_fast.head_statistics,
         _MEASURED,
-        "head_mask return_lse precision out",
+        f"head_mask return_lse precision out {_DROPOUT}",
     ),
     "KVCache.attend": (
         mha_fast.KVCache.attend,
         "self query counts",
-        "query_offset kv_lengths",
+        f"query_offset kv_lengths {_DROPOUT}",
     ),
     "MultiHeadAttention": (
         mha_fast.MultiHeadAttention.__call__,
         "self query key value cache counts",
-        "",
+        _DROPOUT,
     ),
     "reference.attention": (reference.attention, _QKV, ""),
     "reference.head_statistics": (
         reference.head_statistics,
         _MEASURED,
-        "head_mask return_lse precision out",
+        f"head_mask return_lse precision out {_DROPOUT}",
     ),
 }
 # Where the tokens are, the cache knows better.
@@ -52,6 +74,8 @@ OTHER_DEFAULTS = {("KVCache.attend", "is_causal"): True, ("MultiHeadAttention", 
 TYPED = {
     "attention": ATTENTION,
     "attention_varlen": VARLEN,
+    "attention_backward": BACKWARD,
+    "attention_varlen_backward": VARLEN_BACKWARD,
     "attention_weights": WEIGHTS,
     "head_statistics": STATISTICS,
     "KVCache.attend": CACHED,
@@ -59,9 +83,9 @@ TYPED = {
 }
 TAKEN = [
     (function, name)
-    for function, (_, _, unused) in FUNCTIONS.items()
+    for function, (_, own, unused) in FUNCTIONS.items()
     for name in NAMES
-    if name not in unused.split()
+    if name not in unused.split() and name not in own.split()
 ]
 
 
@@ -99,7 +123,8 @@ def test_an_option_has_the_default_of_the_table(function, name):
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_options_are_keywords_in_the_order_of_the_table(function):
-    mine = [name for name in parameters(function) if name in NAMES]
+    own = FUNCTIONS[function][1].split()  # a backward pass takes what the forward pass wrote to out
+    mine = [name for name in parameters(function) if name in NAMES and name not in own]
 
     assert mine == [name for name in NAMES if name in mine]
     kinds = {parameters(function)[name].kind for name in mine if name != "attn_mask"}
@@ -135,9 +160,12 @@ def call(function, **options):
     if function == "MultiHeadAttention":
         layer = mha_fast.MultiHeadAttention(32, 4, seed=0)
         return layer(np.ones((2, 3, 32), np.float32), **options)
-    if function == "attention_varlen":
-        rows = x.reshape(-1, 4, 8)
-        return mha_fast.attention_varlen(rows, rows, rows, [0, 2, 6], [0, 2, 6], **options)
+    if "varlen" in function:
+        rows, ends = x.reshape(-1, 4, 8), [0, 2, 6]
+        arrays = [rows] * 5 + [rows[..., 0]] if "backward" in function else [rows] * 3
+        return FUNCTIONS[function][0](*arrays, ends, ends, **options)
+    if function == "attention_backward":
+        return mha_fast.attention_backward(*[x] * 5, x[..., 0], **options)
     arrays = [x] * (3 if function == "attention" else 2)
     return FUNCTIONS[function][0](*arrays, **options)
 

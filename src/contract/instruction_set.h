@@ -4,7 +4,9 @@
  * the functions of one table.  There is one table per instruction set and element type. */
 #pragma once
 
+#include "backward.h"
 #include "decode.h"
+#include "dropout.h"
 #include "matrix.h"
 #include "statistics.h"
 #include "tiles.h"
@@ -28,6 +30,8 @@ typedef struct {
     mha_mask_kernels mask;
     mha_tile_kernels tile;
     mha_decode_kernels decode;
+    mha_dropout_kernels dropout;
+    mha_backward_kernels backward;
     mha_statistics_kernels statistics;
 } mha_kernels;
 

@@ -1,4 +1,6 @@
+from contract.backward cimport mha_backward_kernels
 from contract.decode cimport mha_decode_kernels
+from contract.dropout cimport mha_dropout_kernels
 from contract.matrix cimport mha_matrix_kernels
 from contract.problem cimport mha_storage
 from contract.statistics cimport mha_statistics_kernels
@@ -11,6 +13,8 @@ cdef extern from "contract/instruction_set.h" nogil:
         mha_mask_kernels mask
         mha_tile_kernels tile
         mha_decode_kernels decode
+        mha_dropout_kernels dropout
+        mha_backward_kernels backward
         mha_statistics_kernels statistics
 
     ctypedef struct mha_element_matrix_kernels:

@@ -16,7 +16,25 @@
 /* How an element lies in memory. */
 typedef enum { MHA_ABSENT, MHA_BOOL, MHA_FLOAT16, MHA_BFLOAT16, MHA_FLOAT32, MHA_FLOAT64 } mha_storage;
 
-enum { MHA_QUERY, MHA_KEY, MHA_VALUE, MHA_OUT, MHA_MASK, MHA_LSE, MHA_N_OPERAND };
+enum {
+    MHA_QUERY,
+    MHA_KEY,
+    MHA_VALUE,
+    MHA_OUT,
+    MHA_MASK,
+    MHA_LSE,
+    /* Of the backward pass.  Delta and the sums are a number per row, like lse; the gradients are added to, and of the
+     * arithmetic type, as those numbers are. */
+    MHA_GRAD_OUT,
+    MHA_GRAD_LSE,
+    MHA_DELTA,
+    MHA_GRAD_QUERY,
+    MHA_GRAD_KEY,
+    MHA_GRAD_VALUE,
+    MHA_SLOPE_SUM,
+    MHA_GATE_SUM,
+    MHA_N_OPERAND
+};
 
 /* Where an operand lies, by byte strides.  A stride of 0 repeats; an element along the last axis is next to the one
  * before, but for the mask, which has a column stride. */
@@ -39,6 +57,12 @@ typedef struct {
     double *received;       /* (n_batch, n_head, n_key), or NULL */
 } mha_asked;
 
+/* Which weights dropout drops (see dropout.h), and the factor of the others. */
+typedef struct {
+    uint32_t key[2], threshold;
+    double factor; /* 0: no dropout */
+} mha_dropped;
+
 typedef struct {
     ptrdiff_t n_batch, n_head, n_kv_head, group_size, n_query, n_key, head_width, value_width;
     ptrdiff_t packed_heads, n_row_head; /* n_row_head * packed_heads = n_head */
@@ -60,5 +84,7 @@ typedef struct {
     const double *alibi_slope; /* n_batch * n_head, or NULL */
     const double *sink;        /* n_head, or NULL */
     const double *gate;        /* n_batch * n_head, or NULL */
+    mha_dropped dropped;
+    double grad_scale; /* backward pass: of the gradient of a dot product, by that of its logit */
     mha_asked asked;
 } mha_problem;

@@ -1,4 +1,4 @@
-from libc.stdint cimport int64_t, uint8_t
+from libc.stdint cimport int64_t, uint8_t, uint32_t
 
 cdef extern from "contract/problem.h" nogil:
     enum:
@@ -8,6 +8,14 @@ cdef extern from "contract/problem.h" nogil:
         MHA_OUT
         MHA_MASK
         MHA_LSE
+        MHA_GRAD_OUT
+        MHA_GRAD_LSE
+        MHA_DELTA
+        MHA_GRAD_QUERY
+        MHA_GRAD_KEY
+        MHA_GRAD_VALUE
+        MHA_SLOPE_SUM
+        MHA_GATE_SUM
         MHA_N_OPERAND
 
     const int64_t MHA_UNBOUNDED
@@ -33,10 +41,15 @@ cdef extern from "contract/problem.h" nogil:
         const uint8_t *ignored
         double *received
 
+    ctypedef struct mha_dropped:
+        uint32_t key[2]
+        uint32_t threshold
+        double factor
+
     ctypedef struct mha_problem:
         ptrdiff_t n_batch, n_head, n_kv_head, group_size, n_query, n_key, head_width, value_width
         ptrdiff_t packed_heads, n_row_head
-        mha_operand operand[6]
+        mha_operand operand[14]
         const int64_t *query_length
         const int64_t *key_length
         const int64_t *query_index
@@ -48,4 +61,6 @@ cdef extern from "contract/problem.h" nogil:
         const double *alibi_slope
         const double *sink
         const double *gate
+        mha_dropped dropped
+        double grad_scale
         mha_asked asked

@@ -1,7 +1,9 @@
 // The table of one instruction set.  CMake compiles this file once for each, with its flags and
 //   MHA_ISA             the name users see, also the end of the table's symbol
 //   MHA_ISA_NAMESPACE   where everything else lives, inside an unnamed namespace
+#include "backward.h"
 #include "decode.h"
+#include "dropout.h"
 #include "features.h"
 #include "mask.h"
 #include "row_tile.h"
@@ -44,6 +46,21 @@ template <class T, class S> constexpr mha_kernels kernels_of(decltype(mha_kernel
                 .values_guarded = decode_values_guarded<T, S>,
                 .combine = decode_combine<T, S>,
                 .all_finite = all_finite<T, S>,
+            },
+        .dropout = {.keep_tile = keep_tile<T>, .drop_tile = drop_tile<T>, .drop_row = drop_row<T>},
+        .backward =
+            {
+                .row_products = row_products<T, S>,
+                .copy_rows = copy_rows<T, S>,
+                .differentiate = differentiate<T>,
+                .add_to_keys = add_visible_product<T, over_rows<T>>,
+                .add_to_rows = add_visible_product<T, over_keys<T>>,
+                .add_rows = add_rows<T>,
+                .store_numbers = store_numbers<T, S>,
+                .add_over_keys = add_over_keys<T>,
+                .sum_over_rows = sum_over_rows<T>,
+                .add_tile = add_tile<T>,
+                .store_tile = store_tile<T>,
             },
         .statistics = {.measure = measure<T>, .finish = finish_measure<T>, .add_received = add_received<T>},
     };

@@ -6,6 +6,7 @@ from contract.decode cimport MHA_KEY_SPLIT
 from contract.instruction_set cimport mha_kernels
 from contract.problem cimport MHA_KEY, MHA_VALUE, mha_problem
 from contract.tiles cimport MHA_MASK_VISIBLE, mha_adjust, mha_finish
+from loop.dropout cimport drops, set_counters
 from loop.operands cimport next_run, rows_of
 from loop.plan cimport splits_of
 from loop.rows cimport describe_rows, finish_of
@@ -64,6 +65,10 @@ cdef inline void decode_split(workspace *w, const mha_problem *p, const mha_kern
         set_adjustment(&how, s, w, p, k, first, n_key, holds)
         adjust_rows(w.score, s, k, &how, n_key)
     k.decode.softmax(w.score, maximum, total, n_row, n_key, p.exp_scale)
+    if drops(p):
+        set_counters(s, p, 0)
+        for r in range(n_row):
+            k.dropout.drop_row(<char *>w.score + r * MHA_KEY_SPLIT * k.item_size, r, first, n_key, &s.drop)
     # A weight of 0 does not silence an Inf or NaN value.
     if excludes and not k.decode.all_finite(value.data, value.stride, n_key, p.value_width):
         memset(w.visible, 0, n_row * MHA_KEY_SPLIT * k.item_size)

@@ -7,6 +7,7 @@ from libc.string cimport memset
 from contract.instruction_set cimport mha_kernels
 from contract.problem cimport MHA_KEY, MHA_OUT, MHA_QUERY, MHA_VALUE, mha_problem
 from contract.tiles cimport MHA_KEY_BLOCK, MHA_MASK_VISIBLE, mha_adjust, mha_finish, mha_prefetch
+from loop.dropout cimport drops, set_counters
 from loop.operands cimport has_mask, keys_of, next_run, queries_of, row_address, size_of
 from loop.rows cimport describe_rows, finish_of
 from loop.scores cimport is_excluding, keep_exclusions, mask_ahead, read_mask, set_adjustment
@@ -130,6 +131,8 @@ cdef inline void attend_block(sub_tile *s, workspace *w, const mha_problem *p, c
     cdef scored scores = score_block(s, w, p, k, block, ahead_values)
     if scores.n_key > 0:
         k.tile.softmax(w.score, w.block_maximum, s.maximum, s.total, w.rescale, s.n_row, scores.n_key, p.exp_scale)
+        if drops(p):
+            k.dropout.drop_tile(w.score, s.n_row, scores.first, scores.n_key, &s.drop)
         add_values(s, w, p, k, block, &scores, ahead_keys)
 
 
@@ -153,6 +156,8 @@ cdef inline task_rows begin_rows(workspace *w, const mha_problem *p, const mha_k
         describe_rows(s, p, batch_head + i % n_task_head, row + start, min(k.tile_rows, n_row - start))
         k.tile.pack_query(s.packed, s.query, s.n_row, p.head_width, p.query_scale)
         k.tile.begin(s.sum, s.maximum, s.total, s.n_row, p.value_width)
+        if drops(p):
+            set_counters(s, p, row + start)
         rows.first_key, rows.last_key = min(rows.first_key, s.first_key), max(rows.last_key, s.last_key)
     return rows
 

@@ -20,6 +20,10 @@ cdef inline ptrdiff_t rows_of(const mha_problem *p, ptrdiff_t batch) noexcept no
     return p.packed_heads * queries_of(p, batch)
 
 
+cdef inline bint has(const mha_problem *p, int operand) noexcept nogil:
+    return p.operand[operand].storage != MHA_ABSENT
+
+
 cdef inline bint has_mask(const mha_problem *p) noexcept nogil:
     return p.operand[MHA_MASK].storage != MHA_ABSENT
 

@@ -1,6 +1,7 @@
 # What the modules of the loop share: the structures of a call, and the smallest helpers.
 from libc.stdint cimport int64_t
 
+from contract.dropout cimport mha_dropout
 from contract.instruction_set cimport mha_kernels
 from contract.matrix cimport MHA_MATRIX_CHUNK, mha_matrix_item, mha_matrix_kernels, mha_packed, mha_pipeline
 from contract.statistics cimport mha_moments
@@ -86,6 +87,7 @@ cdef struct sub_tile:
     int64_t best_key[MAX_ROWS]
     double *offset_score
     mha_packed packing               # for the matrix unit
+    mha_dropout drop
 
 cdef struct key_block:
     # Keys and values of one row head, as tiles of rows read them.
