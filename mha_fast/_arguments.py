@@ -81,6 +81,11 @@ class Call:
         return one
 
     @property
+    def has_rows(self) -> bool:
+        """Whether there is a row to compute, and so a use for numbers per batch entry and head."""
+        return 0 not in self.lse_shape
+
+    @property
     def lse_dtype(self) -> type[np.floating[Any]]:
         """Of the log-sum-exp: the dtype that the sums are kept in."""
         return np.float64 if self.element == FLOAT64 else np.float32

@@ -380,8 +380,8 @@ def attention_weights(
 def _weights_of_heads(call: _arguments.Call, heads: Array) -> Array | tuple[Array, Array]:
     """Compute the weights of some heads, one after the other."""
     shape = call.out_shape
-    weights = np.empty((*shape[:-3], len(heads), *shape[-2:]), call.dtype)
-    lse = np.empty(weights.shape[:-1], call.lse_dtype) if call.return_lse else None
+    weights = _checks.empty((*shape[:-3], len(heads), *shape[-2:]), call.dtype)
+    lse = _checks.empty(weights.shape[:-1], call.lse_dtype) if call.return_lse else None
     for i, head in enumerate(heads):
         place = slice(i, i + 1)
         own_lse = None if lse is None else lse[..., place, :]
@@ -396,8 +396,8 @@ def _compute(call: _arguments.Call) -> Array | tuple[Array, Array]:
     if out is not None and in_place:
         result = out[None] if one_head else out
     else:
-        result = np.empty(call.out_shape, call.dtype)
-    lse = np.empty(call.lse_shape, call.lse_dtype) if call.return_lse else None
+        result = _checks.empty(call.out_shape, call.dtype)
+    lse = _checks.empty(call.lse_shape, call.lse_dtype) if call.return_lse else None
     if call.cu_seqlens_q is None:
         _run(call, result, lse)
     else:

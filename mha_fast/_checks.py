@@ -197,7 +197,9 @@ def result(name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype[Any], like
     return x
 
 
-def integers(name: str, x: Any, shape: tuple[int, ...], low: int, high: int) -> Array:
+def integers(
+    name: str, x: Any, shape: tuple[int, ...], low: int, high: int, wanted: bool = True
+) -> Array:
     """Return int64 numbers between low and high, broadcast to `shape`."""
     numbers = array(name, x)
     if numbers.dtype.kind not in "iu" and numbers.size:
@@ -206,17 +208,34 @@ def integers(name: str, x: Any, shape: tuple[int, ...], low: int, high: int) -> 
         raise ValueError(
             f"{name} holds {int(numbers.min())} to {int(numbers.max())}; expected {low} to {high}"
         )
-    return broadcast(name, numbers, shape, np.int64)
+    return broadcast(name, numbers, shape, np.int64, wanted)
 
 
-def broadcast(name: str, x: Array, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
-    """Return `x` as a contiguous array of the shape."""
+def broadcast(
+    name: str, x: Array, shape: tuple[int, ...], dtype: npt.DTypeLike, wanted: bool = True
+) -> Array:
+    """Return `x` as a contiguous array of the shape.
+
+    It is only checked, and nothing of that size is made, where the numbers are not `wanted`: a
+    result without rows may have any number of batch entries.
+    """
     try:
-        # a copy, since a contiguous array need not be an aligned one
-        return np.array(np.broadcast_to(x, shape), dtype, order="C")
+        view = np.broadcast_to(x, shape)
     except ValueError:
         raise ValueError(
             f"{name} has shape {x.shape}; expected one that broadcasts to {shape}"
+        ) from None
+    # a copy, since a contiguous array need not be an aligned one
+    return np.array(view, dtype, order="C") if wanted else np.empty(0, dtype)
+
+
+def empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
+    """Return a new array; MemoryError also where no address could count its bytes."""
+    try:
+        return np.empty(shape, dtype)
+    except (ValueError, OverflowError):
+        raise MemoryError(
+            f"no memory for an array of shape {shape} and dtype {np.dtype(dtype)}"
         ) from None
 
 
@@ -228,14 +247,14 @@ def reals(name: str, x: Any) -> Array:
     return result
 
 
-def per_head(name: str, x: Any, shape: tuple[int, ...]) -> Array:
+def per_head(name: str, x: Any, shape: tuple[int, ...], wanted: bool = True) -> Array:
     """Return float64 numbers per batch entry and head; `shape` ends with the number of heads."""
     numbers = reals(name, x)
     if numbers.ndim == 0 or numbers.shape[-1] != shape[-1]:
         raise ValueError(
             f"{name} has shape {numbers.shape}; expected ({shape[-1]},), one per head, or {shape}"
         )
-    return broadcast(name, numbers, shape, np.float64)
+    return broadcast(name, numbers, shape, np.float64, wanted)
 
 
 def per_head_only(name: str, x: Any, n_head: int) -> Array:

@@ -140,7 +140,7 @@ def _softcap(call: "Call", value: Any) -> None:
 
 def _alibi_slopes(call: "Call", value: Any) -> None:
     if value is not None:
-        call.alibi_slopes = _checks.per_head("alibi_slopes", value, call.per_head)
+        call.alibi_slopes = _checks.per_head("alibi_slopes", value, call.per_head, call.has_rows)
 
 
 def _sinks(call: "Call", value: Any) -> None:
@@ -150,7 +150,7 @@ def _sinks(call: "Call", value: Any) -> None:
 
 def _head_mask(call: "Call", value: Any) -> None:
     if value is not None:
-        call.head_mask = _checks.per_head("head_mask", value, call.per_head)
+        call.head_mask = _checks.per_head("head_mask", value, call.per_head, call.has_rows)
 
 
 # ---- dropout ------------------------------------------------------------------------------------
@@ -189,7 +189,8 @@ def _attn_mask(call: "Call", value: Any) -> None:
 def _kv_lengths(call: "Call", value: Any) -> None:
     if value is not None:
         n_key = call.key.shape[-2]
-        call.kv_lengths = _checks.integers("kv_lengths", value, call.batch_shape, 0, n_key)
+        shape = call.batch_shape
+        call.kv_lengths = _checks.integers("kv_lengths", value, shape, 0, n_key, call.has_rows)
 
 
 def _window(call: "Call", value: Any) -> None:
@@ -211,11 +212,15 @@ def _query_offset(call: "Call", value: Any) -> None:
         call.ends_together = True  # settled when the lengths are known
     elif type(value) is not int or value != 0:
         shape, limit = call.per_head[:-1], LARGEST_OFFSET
-        call.query_offset = _checks.integers("query_offset", value, shape, -limit, limit)
+        call.query_offset = _checks.integers(
+            "query_offset", value, shape, -limit, limit, call.has_rows
+        )
 
 
 def _first_of_the_last(call: "Call") -> Array:
     """Position of query 0, per batch entry, where the last query is at the last valid key."""
+    if not call.has_rows:
+        return np.empty(0, np.int64)
     n_query = call.query.shape[-2] if call.q_lengths is None else call.q_lengths
     if call.kv_lengths is None:
         return np.full(call.batch_shape, call.key.shape[-2] - n_query)

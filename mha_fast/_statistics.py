@@ -110,12 +110,12 @@ def head_statistics(
         sums,
     )
     n_set = 0 if what.key_sets is None else what.key_sets.shape[1]
-    rows = np.empty((*call.lse_shape, N_FIXED + len(what.offsets) + n_set))
+    rows = _checks.empty((*call.lse_shape, N_FIXED + len(what.offsets) + n_set), np.float64)
     if rows.size:
         call.statistics = what
         _core.attend(call, rows, None, call.n_thread or threads_asked_for())
     position = np.arange(n_query)
-    if call.query_offset is not None:
+    if call.query_offset is not None and call.has_rows:
         position = position + call.query_offset[..., None, None]
     return _record(rows, position, what, call.one_head)
 

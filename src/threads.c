@@ -76,8 +76,9 @@ int mha_threads_default(void) {
  * The runtime ends the process when the system refuses a thread (RLIMIT_AS, RLIMIT_NPROC, a control group's pids).
  * So before it is asked for more threads than this thread's last team had, as many are made and ended here. */
 
-/* glibc has room for a few such bytes in every thread; otherwise they are allocated at first use, which may fail. */
-#if defined(__GLIBC__)
+/* glibc has room for a few such bytes in every thread; otherwise they are allocated at first use, which may fail.  The
+ * registers of a unit in software are more than a few. */
+#if defined(__GLIBC__) && !defined(MHA_EMULATE_MATRIX_UNIT)
 #define TLS_MODEL __attribute__((tls_model("initial-exec")))
 #else
 #define TLS_MODEL

@@ -71,6 +71,38 @@ def test_pages_around_the_operands_are_not_touched(isa, dtype, tmp_path):
     assert process.stdout == "untouched\n"
 
 
+# Keys and values of which only the valid rows are memory at all, as in a mapped file that ends there.
+BEHIND = (
+    GUARDED.split("rng = ")[0]
+    + """
+rng = np.random.default_rng(0)
+for n_query, length, n_key in itertools.product((1, 20, 70), (1, 63, 130, 520), (700,)):
+    query, key, value = (rng.standard_normal((1, n, 33)).astype("{dtype}") for n in (n_query, length, length))
+    ending = [guarded(x, True) for x in (key, value)]
+    longer = [np.lib.stride_tricks.as_strided(x, (1, n_key, 33)) for x in ending]
+    right = mha_fast.attention(query, key, value)
+    assert np.array_equal(mha_fast.attention(query, *longer, kv_lengths=length), right)
+    weights = mha_fast.attention_weights(query, longer[0], kv_lengths=length)
+    assert np.array_equal(weights[..., :length], mha_fast.attention_weights(query, key))
+    seen = mha_fast.head_statistics(query, longer[0], received=True, kv_lengths=length)
+    alone = mha_fast.head_statistics(query, key, received=True)
+    assert np.array_equal(seen.received[..., :length], alone.received)
+    assert not seen.received[..., length:].any()
+print("untouched")
+"""
+)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("isa", ISAS)
+def test_rows_behind_the_length_are_not_touched(isa, dtype, tmp_path):
+    isa, _, all_sizes = isa.partition(", ")
+    code = BEHIND.format(dtype=dtype, rows=0 if all_sizes else -1)
+    process = run_python(code, tmp_path, MHA_FAST_ISA=isa)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout == "untouched\n"
+
+
 def test_touching_such_a_page_ends_the_process(tmp_path):
     """Guards the test above."""
     process = run_python(GUARDED.format(dtypes=("float32",), touch=True, rows=-1), tmp_path)

@@ -360,14 +360,14 @@ def test_reorder_copies_nothing_for_a_sequence_that_stays():
 @pytest.mark.parametrize("change", ["growth", "more sequences", "in place"])
 def test_room_behind_a_sequence_stays_untouched(change, monkeypatch):
     """Memory that no token needs is not even written to, so the system need not provide it."""
-    empty, fill = cache_module._empty, iter(range(1000, 2000))
+    empty, fill = cache_module.empty, iter(range(1000, 2000))
 
     def marked(shape, dtype):
         array = empty(shape, dtype)
         array[...] = next(fill)
         return array
 
-    monkeypatch.setattr(cache_module, "_empty", marked)
+    monkeypatch.setattr(cache_module, "empty", marked)
     cache, _ = _filled([9, 2, 4])
     if change == "growth":
         cache.append(*(np.ones((3, 2, 3, width), np.float32) for width in (5, 3)), counts=[3, 0, 0])
@@ -695,7 +695,7 @@ def test_error_names_its_reason_and_changes_nothing(case):
 def test_out_of_memory_changes_nothing(call, which, monkeypatch):
     cache, sequences = _filled([9, 7, 6])
     shown = repr(cache)
-    empty, asked = cache_module._empty, []
+    empty, asked = cache_module.empty, []
 
     def fail(*arguments):
         asked.append(arguments)
@@ -710,7 +710,7 @@ def test_out_of_memory_changes_nothing(call, which, monkeypatch):
             cache.reorder([2, 0, 1] if call == "reorder in place" else [0, 1, 2, 0])
 
     with monkeypatch.context() as patch:
-        patch.setattr(cache_module, "_empty", fail)
+        patch.setattr(cache_module, "empty", fail)
         with pytest.raises(MemoryError):
             run()
     assert repr(cache) == shown

@@ -172,3 +172,20 @@ def test_values_from_the_smallest_to_the_largest_keep_their_accuracy():
     out, right = _on("amx", query, key, value), reference.attention(query, key, value)
     size = np.abs(value).max(axis=(0, 1, 2))
     assert (np.abs(out - right) / size).max() < 1e-6
+
+
+@NEEDS_BFLOAT16
+@pytest.mark.parametrize("large", [2.0**51, NAN, INF])
+def test_large_values_beside_small_scores(large):
+    """Outliers are told apart for whole blocks of 512 keys where scores are short."""
+    query, key, value = normal_inputs(BFLOAT16, **LONG, n_query=64, n_key=1024)
+    query, key = (x * BFLOAT16(0.25) for x in (query, key))
+    value[..., ::7, 3] = large
+    out = _on("amx", query, key, value).astype(np.float64)
+    right = reference.attention(query, key, value)
+    if np.isnan(large):
+        assert np.isnan(out[..., 3]).all()
+        assert np.isfinite(out[..., :3]).all()
+    else:
+        np.testing.assert_allclose(out[..., 3], right[..., 3], rtol=0.01)
+    np.testing.assert_allclose(out[..., 4:], right[..., 4:], atol=0.02)

@@ -2,8 +2,11 @@
 
 import sys
 
+import numpy as np
 import pytest
 from _support import run_python
+
+import mha_fast
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="reads /proc, which only Linux has"
@@ -50,6 +53,69 @@ def test_peak_stays_under_32_mib(call, tmp_path):
     above, finite = process.stdout.split()
     assert float(above) < 32, process.stderr
     assert finite == "True"
+
+
+FEW_QUERIES = """
+import numpy as np
+import mha_fast
+
+def peak():
+    with open("/proc/self/status") as status:
+        line = next(line for line in status if line.startswith("VmHWM"))
+    return int(line.split()[1]) / 1024
+
+rng = np.random.default_rng(0)
+query = rng.standard_normal((64, 8, 64), dtype=np.float32)
+key, value = (np.broadcast_to(rng.standard_normal((1, 64), dtype=np.float32), (64, 1 << 20, 64))
+              for _ in range(2))
+few = mha_fast.attention(query[:1, :, :], key[:1, :2000], value[:1, :2000])  # stacks and the like
+before = peak()
+for options in ({"window": (127, 0)}, {"window": (5, 3), "query_offset": "end"},
+                {"kv_lengths": 700}, {"is_causal": True}):
+    mha_fast.attention(query, key, value, **options)
+print(peak() - before)
+"""
+
+
+def test_few_queries_take_memory_for_the_keys_they_see(tmp_path):
+    """A partial result for each 512 of a million keys would take 300 MiB here."""
+    process = run_python(FEW_QUERIES, tmp_path)
+    assert float(process.stdout) < 16, process.stderr
+
+
+NO_ROWS = """
+import numpy as np
+import mha_fast
+
+def peak():
+    with open("/proc/self/status") as status:
+        line = next(line for line in status if line.startswith("VmHWM"))
+    return int(line.split()[1]) / 1024
+
+n_batch = 1_000_000_000
+query, key = (np.broadcast_to(np.ones((2, n, 4), np.float32), (n_batch, 2, n, 4)) for n in (0, 3))
+before = peak()
+for options in ({"kv_lengths": 2}, {"kv_lengths": [2], "query_offset": "end"}, {"query_offset": 1},
+                {"alibi_slopes": [1, 2]}, {"head_mask": [1, 2]}):
+    out = mha_fast.attention(query, key, key, **options)
+    assert out.shape == (n_batch, 2, 0, 4)
+print(peak() - before)
+"""
+
+
+def test_a_result_without_rows_takes_no_memory_for_its_batch_entries(tmp_path):
+    process = run_python(NO_ROWS, tmp_path)
+    assert float(process.stdout) < 16, process.stderr
+
+
+@pytest.mark.parametrize("call", ["attention", "attention_weights", "head_statistics"])
+def test_a_result_too_large_to_address_is_a_memory_error(call):
+    one, many = np.ones((1, 1, 1, 1), np.float32), np.zeros((1, 1, 1, 1 << 20), np.float32)
+    query = np.broadcast_to(one, (1 << 30, 1 << 28, 1, 1))  # 2**58 rows
+    key, value = (one, many) if call == "attention" else (many.swapaxes(-1, -2), one)
+    arguments = (query, key, value) if call == "attention" else (query, key)
+    with pytest.raises(MemoryError, match="shape"):
+        getattr(mha_fast, call)(*arguments)
 
 
 OUT_OF_MEMORY = """

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from .. import _checks
 from .._attention import attention
+from .._checks import empty
 from .._options import CACHED, CachedOptions
 from .._typing import Array, ArrayLike
 
@@ -85,8 +86,8 @@ class KVCache:
             head_width if value_width is None else _checks.size("value_width", value_width)
         )
         capacity, dtype = _checks.size("capacity", capacity), _checks.float_dtype(dtype)
-        self._key = _empty((n_batch, n_kv_head, capacity, head_width), dtype)
-        self._value = _empty((n_batch, n_kv_head, capacity, value_width), dtype)
+        self._key = empty((n_batch, n_kv_head, capacity, head_width), dtype)
+        self._value = empty((n_batch, n_kv_head, capacity, value_width), dtype)
         self._lengths = np.zeros(n_batch, np.int64)  # replaced by each change, never written to
 
     # ---- what it holds ------------------------------------------------------------------------
@@ -384,7 +385,7 @@ class KVCache:
     def _move(self, sources: Array, capacity: int) -> None:
         """Let sequence i be a copy of sequence sources[i], in new arrays of the given capacity."""
         old = (self._key, self._value)
-        new = [_empty((len(sources), x.shape[1], capacity, x.shape[3]), x.dtype) for x in old]
+        new = [empty((len(sources), x.shape[1], capacity, x.shape[3]), x.dtype) for x in old]
         for before, after in zip(old, new, strict=True):
             for target, source in enumerate(sources.tolist()):
                 n_token = self._lengths[source]
@@ -417,14 +418,7 @@ def _buffer(array: Array, n_sequence: int, longest: int) -> Array:
     _, n_kv_head, _, width = array.shape
     one_row = max(n_sequence * n_kv_head * width * array.itemsize, 1)
     n_row = max(min(_BUFFER_BYTES // one_row, longest), 1)
-    return _empty((n_sequence, n_kv_head, n_row, width), array.dtype)
-
-
-def _empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    try:
-        return np.empty(shape, dtype)
-    except (ValueError, OverflowError):  # more bytes than an address can count
-        raise MemoryError(f"no memory for an array of shape {shape} and dtype {dtype}") from None
+    return empty((n_sequence, n_kv_head, n_row, width), array.dtype)
 
 
 # ---- checks -----------------------------------------------------------------------------------

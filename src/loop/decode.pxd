@@ -8,14 +8,15 @@ from contract.problem cimport MHA_KEY, MHA_VALUE, mha_problem
 from contract.tiles cimport MHA_MASK_VISIBLE, mha_adjust, mha_finish
 from loop.dropout cimport drops, set_counters
 from loop.operands cimport next_run, rows_of
-from loop.plan cimport splits_of
+from loop.plan cimport first_split, splits_of
 from loop.rows cimport describe_rows, finish_of
 from loop.scores cimport is_excluding, keep_exclusions, read_mask, set_adjustment
 from loop.structs cimport padded, plan, put, row_run, sub_tile, workspace
 
 
-cdef inline char *partial_of(const plan *work, ptrdiff_t batch_head, ptrdiff_t split) noexcept nogil:
-    return work.partials + (work.first_partial[batch_head] + split) * work.partial_size
+cdef inline char *partial_of(const plan *work, ptrdiff_t batch_head, ptrdiff_t i) noexcept nogil:
+    """Partial result number i, counted from the first split of which some query sees a key."""
+    return work.partials + (work.first_partial[batch_head] + i) * work.partial_size
 
 
 cdef inline const void *of_row(const void *array, ptrdiff_t r, ptrdiff_t n_byte) noexcept nogil:
@@ -38,7 +39,7 @@ cdef inline void decode_split(workspace *w, const mha_problem *p, const mha_kern
                               ptrdiff_t batch_head, ptrdiff_t split) noexcept nogil:
     """All rows of a row head against one split of the keys."""
     cdef ptrdiff_t n_row = rows_of(p, batch_head // p.n_row_head), first, n_key, r
-    cdef char *result = partial_of(work, batch_head, split)
+    cdef char *result = partial_of(work, batch_head, split - first_split(p, batch_head // p.n_row_head))
     cdef char *maximum = result + work.maximum_at
     cdef char *total = result + work.total_at
     cdef sub_tile *s = &w.sub[0]

@@ -1,4 +1,5 @@
 # The plan of a call: its tasks in the order in which they are taken, and the buffer of partial results.
+from libc.stdint cimport int64_t
 from libc.stdlib cimport qsort
 
 from contract.decode cimport MHA_KEY_SPLIT, MHA_MAX_DECODE_ROWS
@@ -18,8 +19,24 @@ cdef enum:
     MATRIX_SUB_BYTES = 3 << 18        # of a task's queries and sums: what leaves room for a block in 2 MB of L2
 
 
+cdef inline void seen_by_some(const mha_problem *p, ptrdiff_t batch, ptrdiff_t *first, ptrdiff_t *last) noexcept nogil:
+    """Keys [first, last) outside which no query of a batch entry sees any; the first query sees furthest back."""
+    cdef int64_t position = position_of(p, batch, 0)
+    first[0] = <ptrdiff_t>max(position - p.window_left, 0)
+    last[0] = <ptrdiff_t>min(position + queries_of(p, batch) + p.window_right, keys_of(p, batch))
+
+
+cdef inline ptrdiff_t first_split(const mha_problem *p, ptrdiff_t batch) noexcept nogil:
+    cdef ptrdiff_t first, last
+    seen_by_some(p, batch, &first, &last)
+    return first // MHA_KEY_SPLIT if first < last else 0
+
+
 cdef inline ptrdiff_t splits_of(const mha_problem *p, ptrdiff_t batch) noexcept nogil:
-    return max(ceil_divide(keys_of(p, batch), MHA_KEY_SPLIT), 1)
+    """Splits of the keys that some query sees; one where there are none, since the output is to be written."""
+    cdef ptrdiff_t first, last
+    seen_by_some(p, batch, &first, &last)
+    return ceil_divide(last, MHA_KEY_SPLIT) - first // MHA_KEY_SPLIT if first < last else 1
 
 
 cdef inline task_kind kind_of(const plan *work, const mha_problem *p, ptrdiff_t batch) noexcept nogil:
@@ -139,8 +156,8 @@ cdef inline void count_tasks(plan *work, const mha_problem *p, const mha_kernels
 
 
 cdef inline task *list_decode_tasks(task *t, const mha_problem *p, ptrdiff_t batch_head) noexcept nogil:
-    cdef ptrdiff_t split, batch = batch_head // p.n_row_head
-    for split in range(splits_of(p, batch)):
+    cdef ptrdiff_t split, batch = batch_head // p.n_row_head, first = first_split(p, batch)
+    for split in range(first, first + splits_of(p, batch)):
         t[0] = task(DECODE, batch_head, 1, split,
                     rows_of(p, batch) * min(keys_of(p, batch) - split * MHA_KEY_SPLIT, MHA_KEY_SPLIT))
         t += 1

@@ -6,6 +6,7 @@ from contract.problem cimport mha_problem
 from contract.statistics cimport MHA_FACTOR, MHA_MAXIMUM
 from contract.tiles cimport MHA_KEY_BLOCK, mha_finish, mha_prefetch
 from loop.forward cimport begin_rows, open_block, score_block, scored, task_rows, walk_blocks, weigh_block
+from loop.operands cimport keys_of
 from loop.rows cimport describe_rows, finish_of
 from loop.structs cimport MAX_ROWS, key_block, put, sub_tile, workspace
 
@@ -52,7 +53,8 @@ cdef inline void receive(workspace *w, const mha_problem *p, const mha_kernels *
                          ptrdiff_t number) noexcept nogil:
     """What a range of keys receives from all queries, in their order; the statistics hold maxima and factors."""
     cdef double *received = p.asked.received + batch_head * p.n_key
-    cdef ptrdiff_t first_key = number * RECEIVED_KEYS, last_key = min(first_key + RECEIVED_KEYS, p.n_key)
+    cdef ptrdiff_t first_key = number * RECEIVED_KEYS, last_key = min(first_key + RECEIVED_KEYS,
+                                                                      keys_of(p, batch_head // p.n_row_head))
     cdef ptrdiff_t row = 0, start, r
     cdef sub_tile *s = &w.sub[0]
     cdef key_block block

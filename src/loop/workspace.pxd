@@ -71,7 +71,7 @@ cdef inline size_t lay_out(workspace *w, void *base, const mha_problem *p, const
     sum_size = n_row * padded(k, p.value_width) * k.item_size
     if work.has_matrix:
         n_row = max(n_row, MHA_MATRIX_ROWS)
-        n_score = max(n_score, MHA_MATRIX_ROWS * MHA_MATRIX_PIECE)
+        n_score = max(n_score, MHA_MATRIX_ROWS * work.matrix.block_keys)  # w.visible: of a whole block, where scores are short
         packed_size = max(packed_size, MHA_MATRIX_ROWS * matrix_row_size(work.matrix, p.head_width))
         sum_size = max(sum_size, MHA_MATRIX_ROWS * chunks_of(p.value_width) * MHA_MATRIX_CHUNK * sizeof(float))
     w.cached.n_row = 0
