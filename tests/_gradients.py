@@ -61,7 +61,7 @@ def _forward_in_torch(torch, leaves, call):
     visible, distance = torch.tensor(visible), torch.tensor(distance)
 
     scale = call.get("scale")
-    scores = query @ key.mT * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    scores = query @ key.mT * (1 / math.sqrt(max(query.shape[-1], 1)) if scale is None else scale)
     if call.get("softcap") is not None:
         scores = call["softcap"] * torch.tanh(scores / call["softcap"])
     if "alibi_slopes" in leaves:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import mha_fast
-from mha_fast import cost, heads, minilm, pictures, reference
+from mha_fast import cost, heads, layer, minilm, pictures, reference
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = sorted(DOCS.rglob("*.rst"))
@@ -44,6 +44,7 @@ def test_the_chapters_have_examples():
     assert with_examples >= {
         "index.rst",
         "one_softmax_to_many_heads.rst",
+        "the_way_back.rst",
         "heads_of_a_network.rst",
         "six_questions.rst",
     }
@@ -74,6 +75,7 @@ def test_api_reference_is_complete():
         for name in module.__all__
         if callable(getattr(module, name))
     }
+    public |= {f"{layer.__name__}.{name}" for name in layer.__all__ if name not in mha_fast.__all__}
 
     assert documented_names() == public
 

@@ -1,5 +1,6 @@
 """The layer: attention with its projections, and its weights under the names of others."""
 
 from ._multi_head import MultiHeadAttention
+from ._training import Activations
 
-__all__ = ["MultiHeadAttention"]
+__all__ = ["Activations", "MultiHeadAttention"]

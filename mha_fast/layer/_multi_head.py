@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self, Unpack, overload
 
 import numpy as np
@@ -10,14 +10,17 @@ import numpy.typing as npt
 
 from .. import _checks
 from .._attention import attention
-from .._options import LAYER, LayerOptions
+from .._options import BACKWARD, LAYER, BackwardOptions, LayerOptions
 from .._typing import Array, ArrayLike, Index
 from ..cache import KVCache
-from . import _inputs, _weights
+from . import _inputs, _training, _weights
 from ._inputs import Position
 from ._parameters import Parameters
 from ._sizes import KEY, QUERY, VALUE, LayerSizes, check_sizes
+from ._training import Activations
 from ._weights import Init, Seed, Style
+
+_PARAMETERS = ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "b_O")
 
 
 class MultiHeadAttention:
@@ -546,6 +549,140 @@ class MultiHeadAttention:
             result = _attend_cached(cache, heads, passed | {"counts": counts})
         projected = self._parameters.output(joined, out)
         return (projected, result[1]) if return_lse else projected
+
+    # ---- training -----------------------------------------------------------------------------
+
+    def parameters(self) -> dict[str, Array]:
+        """Views of all weights and biases by name, for an optimizer to write to.
+
+        Returns
+        -------
+        dict of str to array
+            ``W_Q``, ``W_K``, ``W_V``, ``W_O`` and those of ``b_Q``, ``b_K``, ``b_V``, ``b_O``
+            that there are, with the shapes of these attributes.
+        """
+        named = {name: getattr(self, name) for name in _PARAMETERS}
+        return {name: x for name, x in named.items() if x is not None}
+
+    @BACKWARD.shown
+    def forward_saving(
+        self,
+        query: ArrayLike,
+        key: ArrayLike | None = None,
+        value: ArrayLike | None = None,
+        attn_mask: ArrayLike | None = None,
+        **options: Unpack[BackwardOptions],
+    ) -> tuple[Array, Activations]:
+        """Attend to tokens, and keep what `backward` needs.
+
+        Parameters
+        ----------
+        query, key, value, attn_mask
+            As in a call of the layer.
+        is_causal, window, query_offset, kv_lengths, scale, softcap, alibi_slopes, sinks, \
+head_mask, precision, num_threads
+            As in a call of the layer.
+        dropout_p, dropout_seed
+            As in `attention`: dropout of the weights.
+
+        Returns
+        -------
+        out : array, (..., n_query, embed_dim)
+            What the call without dropout would return.
+        saved : Activations
+            With the heads as attributes, for `head_statistics` and the like.
+
+        Raises
+        ------
+        TypeError, ValueError, MemoryError
+            As a call of the layer.
+
+        Examples
+        --------
+        One step of gradient descent towards outputs that are all 0:
+
+        >>> import numpy as np
+        >>> from mha_fast.layer import MultiHeadAttention
+        >>> layer = MultiHeadAttention(16, 4, seed=0)
+        >>> tokens = np.random.default_rng(0).standard_normal((2, 10, 16), dtype=np.float32)
+        >>> def loss(out):
+        ...     return float((out**2).sum()) / 2
+        >>> out, saved = layer.forward_saving(tokens, is_causal=True)
+        >>> grads = layer.backward(out, saved)  # the gradient of this loss by `out` is `out`
+        >>> sorted(grads)
+        ['W_K', 'W_O', 'W_Q', 'W_V', 'b_K', 'b_O', 'b_Q', 'b_V', 'query']
+        >>> for name, parameter in layer.parameters().items():
+        ...     parameter -= 0.01 * grads[name]
+        >>> loss(layer(tokens, is_causal=True)) < loss(out)
+        True
+        """
+        BACKWARD.check_names(options)
+        passed: dict[str, Any] = {**options, "attn_mask": attn_mask}
+        inputs = _inputs.of_attention(self._sizes, self.dtype, query, key, value)
+        batch_shape = _inputs.batch_shape(inputs)
+        n_query, n_key = inputs[QUERY].shape[-2], inputs[KEY].shape[-2]
+        heads = self._parameters.project(*inputs)
+        positions = None
+        if self.position is not None:
+            offset, lengths = options.get("query_offset", 0), options.get("kv_lengths")
+            first = _inputs.first_position(offset, lengths, n_query, n_key)
+            positions = _inputs.positions_from(first, n_query), np.arange(n_key)
+            self._put_in_position(heads, *positions)
+        joined = np.empty((*batch_shape, n_query, self.num_heads, self.value_width), self.dtype)
+        out = joined.swapaxes(-3, -2)
+        q, k, v = heads
+        _, lse = attention(q, k, v, out=out, return_lse=True, **passed)
+        names = _training.names_of_inputs(key is not None, value is not None)
+        saved = Activations(q, k, v, out, lse, inputs, names, positions, passed)
+        return self._parameters.output(joined, None), saved
+
+    def backward(
+        self,
+        grad_out: ArrayLike,
+        saved: Activations,
+        *,
+        grad_lse: ArrayLike | None = None,
+        wanted: Sequence[str] | None = None,
+    ) -> dict[str, Array]:
+        """Gradients of a number, from its gradient with respect to what `forward_saving` returned.
+
+        Parameters
+        ----------
+        grad_out : array, (..., n_query, embed_dim)
+            Gradient with respect to the output.
+        saved : Activations
+            What `forward_saving` of this layer returned beside it. The weights are taken as they
+            are now: call `backward` before the optimizer changes them.
+        grad_lse : array, (..., num_heads, n_query), optional
+            Gradient with respect to ``saved.lse``.
+        wanted : sequence of str, optional
+            Which gradients to return: names from `parameters`; "query", and "key" and "value" if
+            they were given; "attn_mask" (of floats), "sinks", "alibi_slopes" and "head_mask" if
+            they were given. Default: those of the parameters and the tokens.
+
+        Returns
+        -------
+        dict of str to array
+            Each in the shape and dtype of the array it belongs to. Where `query` served as key
+            and value too, its gradient is the sum of all three.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Arrays that do not fit, a name that has no gradient, or a `position` without a known
+            gradient.
+
+        Notes
+        -----
+        A `position` is taken for a rotation, whose gradient is ``position(grad, -positions)``, and
+        this is checked. Any other needs a method ``backward(grad_heads, positions)``.
+
+        16-bit gradients are multiplied and summed in float32, and rounded at the end of each
+        product.
+        """
+        return _training.backward(self, grad_out, saved, grad_lse, wanted)
+
+    # ---- parts, and caches --------------------------------------------------------------------
 
     def new_cache(self, n_batch: int, *, capacity: int = 0) -> KVCache:
         """Make an empty cache for this layer.

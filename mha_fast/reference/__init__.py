@@ -7,6 +7,7 @@ there cannot hide here too. Every array of scores is written out in full.
     attention_varlen  the same, sequence by sequence
     attention_weights  the weights of one call, gated like its output
     attention_backward, attention_varlen_backward  the gradients of the first two
+    multi_head_attention, multi_head_attention_backward  the layer with its projections
     dropout_mask      which weights dropout keeps
     head_statistics   what ``mha_fast.head_statistics`` measures, from those weights
     naive_attention   the usual five lines in the dtype of the input; baseline of the benchmarks
@@ -22,6 +23,8 @@ from ._attention import attention, attention_varlen
 from ._backward import _attention_backward_in as _attention_backward_in
 from ._backward import attention_backward, attention_varlen_backward
 from ._dropout import dropout_mask
+from ._layer import _layer_backward_in as _layer_backward_in
+from ._layer import multi_head_attention, multi_head_attention_backward
 from ._naive import naive_attention
 from ._scores import masked_scores, softmax
 from ._scores import with_all_heads as _with_all_heads  # noqa: F401  (the tests use it)
@@ -37,6 +40,8 @@ __all__ = [
     "dropout_mask",
     "head_statistics",
     "masked_scores",
+    "multi_head_attention",
+    "multi_head_attention_backward",
     "naive_attention",
     "softmax",
 ]
