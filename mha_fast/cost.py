@@ -1,6 +1,7 @@
 """What a multi-head layer costs: parameters, multiply-adds and bytes, counted and not measured.
 
 layer_cost       the parts of a layer for given sizes, as a record that prints as a table
+chunk_cost       what a task of attention over chunks computes, gets and gives
 score_variance   why scores are divided by the square root of the head width, by sampling
 """
 
@@ -17,7 +18,7 @@ from . import _checks
 from .layer._sizes import check_sizes
 from .layer._weights import Seed
 
-__all__ = ["Cost", "Part", "layer_cost", "score_variance"]
+__all__ = ["ChunkCost", "Cost", "Part", "chunk_cost", "layer_cost", "score_variance"]
 
 # Of the numbers drawn at a time by `score_variance`.
 _BLOCK_BYTES = 1 << 24
@@ -225,6 +226,99 @@ def layer_cost(
         cache=Part(result_bytes=n_kept * itemsize),
         head_width=sizes.head_width,
         value_width=sizes.value_width,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkCost:
+    """What one task of `mha_fast.dask.attention` computes, gets and gives.
+
+    Attributes
+    ----------
+    multiply_adds : int
+        Of scores and values.
+    query_bytes, key_bytes, value_bytes : int
+        Of the chunks it gets. What is on its machine already does not cross the network.
+    part_bytes : int
+        Of its result: an output in float32 (float64 for float64) and a log-sum-exp for each query,
+        which go to the task that joins them.
+    out_bytes : int
+        Of the joined result in the dtype of the inputs, without the log-sum-exp.
+    """
+
+    multiply_adds: int
+    query_bytes: int
+    key_bytes: int
+    value_bytes: int
+    part_bytes: int
+    out_bytes: int
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of the chunks of query, key and value."""
+        return self.query_bytes + self.key_bytes + self.value_bytes
+
+
+def chunk_cost(
+    n_query: int,
+    n_key: int,
+    head_width: int,
+    value_width: int | None = None,
+    *,
+    n_head: int = 1,
+    n_kv_head: int | None = None,
+    n_batch: int = 1,
+    dtype: npt.DTypeLike = np.float32,
+) -> ChunkCost:
+    """Count what attention of a chunk of queries to a chunk of keys costs, and what it sends.
+
+    Parameters
+    ----------
+    n_query, n_key : int
+        Rows of the two chunks.
+    head_width : int
+    value_width : int, optional
+        Default `head_width`.
+    n_head, n_kv_head, n_batch : int
+        Query heads, key/value heads (default as many) and batch entries in the chunk.
+    dtype : dtype
+        Of query, key and value.
+
+    Returns
+    -------
+    ChunkCost
+        Every query is counted with every key; masks and slopes, a few bytes for a row or a head
+        unless they are masks of queries times keys, are not.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A size that is no int or does not fit, a dtype that `attention` does not take.
+
+    Examples
+    --------
+    >>> from mha_fast.cost import chunk_cost
+    >>> cost = chunk_cost(4096, 4096, 64)
+    >>> cost.multiply_adds, cost.input_bytes, cost.part_bytes
+    (2147483648, 3145728, 1064960)
+    """
+    sizes = {"n_query": n_query, "n_key": n_key, "head_width": head_width, "n_batch": n_batch}
+    n_query, n_key, width, n_batch = (_checks.size(name, n) for name, n in sizes.items())
+    value_width = width if value_width is None else _checks.size("value_width", value_width)
+    n_head = _checks.size("n_head", n_head)
+    n_kv_head = n_head if n_kv_head is None else _checks.size("n_kv_head", n_kv_head)
+    if n_kv_head and n_head % n_kv_head:
+        raise ValueError(f"n_head is {n_head}; expected a multiple of n_kv_head, {n_kv_head}")
+    kind = _checks.float_dtype(dtype)
+    itemsize, sum_itemsize = kind.itemsize, max(kind.itemsize, 4)
+    n_row, n_kv_row = n_batch * n_head * n_query, n_batch * n_kv_head * n_key
+    return ChunkCost(
+        multiply_adds=n_row * n_key * (width + value_width),
+        query_bytes=n_row * width * itemsize,
+        key_bytes=n_kv_row * width * itemsize,
+        value_bytes=n_kv_row * value_width * itemsize,
+        part_bytes=n_row * (value_width + 1) * sum_itemsize,
+        out_bytes=n_row * value_width * itemsize,
     )
 
 

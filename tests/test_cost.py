@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from mha_fast import KVCache
-from mha_fast.cost import Part, layer_cost, score_variance
+from mha_fast import KVCache, attention
+from mha_fast.cost import Part, chunk_cost, layer_cost, score_variance
 from mha_fast.layer import MultiHeadAttention
 
 # ---- known figures ----------------------------------------------------------------------------
@@ -201,3 +201,38 @@ def test_seed_decides_the_samples():
 def test_samples_that_cannot_be_drawn_are_refused(arguments, error, message):
     with pytest.raises(error, match=message):
         score_variance(**({"head_width": 4} | arguments))
+
+
+# ---- chunks -------------------------------------------------------------------------------------
+
+
+def test_chunk_cost_counts_what_the_arrays_hold():
+    rng = np.random.default_rng(0)
+    query = rng.standard_normal((2, 6, 7, 5)).astype(np.float16)
+    key, value = (rng.standard_normal((2, 3, 11, n)).astype(np.float16) for n in (5, 4))
+    out, lse = attention(query, key, value, return_lse=True)
+
+    found = chunk_cost(7, 11, 5, 4, n_head=6, n_kv_head=3, n_batch=2, dtype=np.float16)
+
+    assert found.query_bytes == query.nbytes
+    assert found.key_bytes == key.nbytes
+    assert found.value_bytes == value.nbytes
+    assert found.input_bytes == query.nbytes + key.nbytes + value.nbytes
+    assert found.out_bytes == out.nbytes
+    assert found.part_bytes == out.astype(np.float32).nbytes + lse.nbytes
+    assert found.multiply_adds == 2 * 6 * 7 * 11 * (5 + 4)
+    assert chunk_cost(3, 2, 4, dtype=np.float64).part_bytes == 3 * (4 + 1) * 8
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"n_query": -1}, ValueError, "n_query is -1"),
+        ({"n_key": 1.5}, TypeError, "n_key is 1.5"),
+        ({"n_head": 5, "n_kv_head": 2}, ValueError, "n_head is 5; expected a multiple"),
+        ({"dtype": np.int32}, TypeError, "dtype is"),
+    ],
+)
+def test_chunk_cost_refuses_sizes_that_do_not_fit(change, error, message):
+    with pytest.raises(error, match=message):
+        chunk_cost(**({"n_query": 1, "n_key": 1, "head_width": 1} | change))

@@ -28,6 +28,8 @@ def examples(page):
 
 @pytest.mark.parametrize("page", [page for page in PAGES if examples(page).examples], ids=page_name)
 def test_examples_print_what_the_page_shows(page):
+    if "mha_fast.dask" in page.read_text(encoding="utf-8"):
+        pytest.importorskip("dask.array", reason="the page needs dask")
     if "minilm.load()" in page.read_text(encoding="utf-8"):
         for package in NETWORK_PACKAGES:
             pytest.importorskip(package, reason=f"the network's weights need {package}")
