@@ -1,6 +1,7 @@
 """Peak memory of one call above its inputs and its output.
 
     python -m bench.memory --length 65536 --causal
+    python -m bench.memory --length 65536 --causal --backward
 
 One process measures one call: whatever a call leaves behind, a pool of threads or a cache, would
 hide what the next one needs.
@@ -59,6 +60,8 @@ def extra_bytes(options: argparse.Namespace) -> int:
         is_causal=options.causal, dtype=options.dtype,
     )  # fmt: skip
     weigh = _rise_of_mha_fast if options.contender == "mha_fast" else _rise_of_peer
+    if options.backward:
+        weigh = _rise_of_backward
     return weigh(case, make_inputs(case), options)
 
 
@@ -68,6 +71,15 @@ def _rise_of_mha_fast(case, inputs, options):
     before = resident_now()
     mha_fast.attention(*inputs, is_causal=case.is_causal, num_threads=options.threads, out=out)
     return resident_peak() - before
+
+
+def _rise_of_backward(case, inputs, options):
+    """Above the inputs, what the forward pass left, and the three gradients."""
+    forward = {"is_causal": case.is_causal, "num_threads": options.threads}
+    out, lse = mha_fast.attention(*inputs, return_lse=True, **forward)
+    before = resident_now()
+    grads = mha_fast.attention_backward(out, *inputs[:3], out, lse, **forward)
+    return resident_peak() - before - sum(grad.nbytes for grad in grads)
 
 
 def _rise_of_peer(case, inputs, options):
@@ -93,10 +105,14 @@ def _parse(arguments):
     parser.add_argument("--width", type=int, default=64, help="width of the head")
     parser.add_argument("--dtype", choices=["float32", "float64"], default="float32")
     parser.add_argument("--causal", action="store_true")
+    parser.add_argument("--backward", action="store_true", help="of attention_backward()")
     parser.add_argument("--threads", type=int, help="default: all that mha_fast would take")
     parser.add_argument("--contender", choices=CONTENDERS, default="mha_fast")
     parser.add_argument("--bytes", action="store_true", help="print the number alone")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.backward and options.contender != "mha_fast":
+        parser.error("--backward is of mha_fast")
+    return options
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -111,7 +127,8 @@ def main(arguments: list[str] | None = None) -> None:
         return
     array = options.length * options.width * np.dtype(options.dtype).itemsize
     print(
-        f"{options.contender}: {extra / MIB:.1f} MiB above inputs and output "
+        f"{options.contender}: {extra / MIB:.1f} MiB above inputs and "
+        f"{'gradients' if options.backward else 'output'} "
         f"({options.length} queries and keys, width {options.width}, {options.dtype}"
         f"{', causal' if options.causal else ''}; each array {array / MIB:.1f} MiB)"
     )

@@ -266,7 +266,8 @@ def _compute(
     what.waves = _waves(call, names)
     if what.lse.size:
         _core.differentiate(call, what, call.n_thread or threads_asked_for())
-    return tuple(_result(name, call, what, given[name]) for name in names)
+    with np.errstate(invalid="ignore", over="ignore"):  # NaN and Inf are ordinary results here
+        return tuple(_result(name, call, what, given[name]) for name in names)
 
 
 def _per_row(call: _arguments.Call) -> Array:
@@ -370,12 +371,14 @@ def _sum_of_rows(
 
 
 def _rows_of_sinks(call: _arguments.Call, what: Gradients) -> Array:
-    """A sink is a key whose weight is exp(sink - lse) and whose value is 0."""
+    """A sink is a key whose weight is exp(sink - lse) and whose value is 0.
+
+    Where delta is 0 nothing flows: the query has no key, or its gate is 0.
+    """
     assert call.sinks is not None and what.delta is not None
     sinks = call.sinks[:, None]
-    with np.errstate(invalid="ignore", over="ignore"):  # NaN and Inf are ordinary results here
-        weights = np.exp(np.minimum(sinks - what.lse.astype(np.float64), 0))
-        return np.where(sinks == -np.inf, 0.0, -weights * what.delta)
+    weights = np.exp(np.minimum(sinks - what.lse.astype(np.float64), 0))
+    return np.where((sinks == -np.inf) | (what.delta == 0), 0.0, -weights * what.delta)
 
 
 def _sums_of_sequences(rows: Array, boundaries: Array) -> Array:

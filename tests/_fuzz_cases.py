@@ -74,11 +74,16 @@ def entries():
     return ["attention"] * 5 + others
 
 
+def backward_entries():
+    """Names of the entry points that are drawn only where they are asked for."""
+    return list(_DRAW_BACKWARD)
+
+
 def draw_case(seed, number, isas, entry=None):
     """Case `number` of the run with this seed."""
     rng = np.random.default_rng((seed, number))
     drawn_entry = str(rng.choice(entries()))
-    case = _DRAW[entry or drawn_entry](rng)
+    case = (_DRAW | _DRAW_BACKWARD)[entry or drawn_entry](rng)
     case.number, case.isa = number, str(rng.choice(isas))
     case.num_threads = _pick(rng, (None, 1, 2, 3))
     case.layout_seed = int(rng.integers(2**32)) if rng.random() < 0.7 else None
@@ -136,6 +141,27 @@ def _draw_varlen(rng):
     _one_per_sequence(case, n_sequence)
     case.options["cu_seqlens_q"], case.options["cu_seqlens_k"] = cu_q, _integers(rng, cu_k)
     _perhaps_poison(rng, case)
+    return case
+
+
+def _draw_backward(rng):
+    """Of `attention_backward`: a call of `attention`, and what comes back to it."""
+    return _with_backward(rng, _draw_attention(rng))
+
+
+def _draw_varlen_backward(rng):
+    return _with_backward(rng, _draw_varlen(rng))
+
+
+def _with_backward(rng, case):
+    case.entry += "_backward"
+    case.options["grad_seed"] = int(rng.integers(2**32))
+    case.options["share_wanted"] = _pick(rng, (1.0, 0.6, 0.3))
+    case.options["with_grad_lse"] = bool(rng.random() < 0.4)
+    case.options["poison_grad"] = bool(not case.exact and rng.random() < 0.05)
+    if rng.random() < 0.25:
+        case.options["dropout_p"] = _pick(rng, (0.0, 0.1, 0.5, 0.9))
+        case.options["dropout_seed"] = int(rng.integers(2**63)) * 2 + 1
     return case
 
 
@@ -472,4 +498,8 @@ _DRAW = {
     "attention_weights": _draw_weights,
     "merge_attention": _draw_merge,
     "KVCache": _draw_cache,
+}
+_DRAW_BACKWARD = {
+    "attention_backward": _draw_backward,
+    "attention_varlen_backward": _draw_varlen_backward,
 }

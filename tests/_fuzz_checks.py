@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import _fuzz_formulas as formulas
 import numpy as np
+from _fuzz_backward import check_backward
 from _fuzz_cache import check_cache
 from _fuzz_cases import finfo
 from _fuzz_layouts import awkward, compact
@@ -44,6 +45,9 @@ def check(case, report=None):
     with using_isa(case.isa):
         if case.entry == "KVCache":
             check_cache(case, lambda one, result: _compare(one, result, report, case.number))
+        elif case.entry.endswith("_backward"):
+            near = functools.partial(_assert_near, number=case.number, report=report)
+            check_backward(case, near, _largest_part_of_a_logit(case))
         else:
             result = _checked_call(case)
             _compare(case, result, report, case.number)

@@ -8,6 +8,8 @@ in that of the case.
 import numpy as np
 
 from mha_fast import reference
+from mha_fast.reference import _backward as formula_parts
+from mha_fast.reference import _scores as scores_of
 
 
 def attention(dtype, **call):
@@ -96,3 +98,62 @@ def one_batch_entry(case):
         else:
             call[name] = x
     return call, lambda out, lse: (out[entry], lse[entry])
+
+
+def backward_units(*, query, key, value, out, lse, grad_out, wanted, attn_mask=None, grad_lse=None,
+                   sinks=None, head_mask=None, alibi_slopes=None, dropout_p=0.0, dropout_seed=None,
+                   **score_options):  # fmt: skip
+    """How large the sums behind each gradient are: the largest sum of magnitudes."""
+    query, key, value, out, grad_out, lse = (
+        np.nan_to_num(np.asarray(x, np.float64), nan=0, posinf=0, neginf=0)
+        for x in (query, key, value, out, grad_out, lse)
+    )
+    owned = {
+        "query": query, "key": key, "value": value, "attn_mask": attn_mask, "sinks": sinks,
+        "head_mask": head_mask, "alibi_slopes": alibi_slopes,
+    }  # fmt: skip
+    n_kv_head = 1 if query.ndim == 2 else key.shape[-3]
+    q, k, v = reference._with_all_heads(query, key, value)
+    one = (None,) if query.ndim == 2 else ()
+    do, o, lse = np.abs(grad_out[one]), np.abs(out[one]), lse[one]
+    dlse = 0 if grad_lse is None else np.abs(np.asarray(grad_lse, np.float64)[one])
+    slopes = None if alibi_slopes is None else np.nan_to_num(np.asarray(alibi_slopes, np.float64))
+    if attn_mask is not None and attn_mask.dtype != bool:
+        attn_mask = np.where(np.isnan(attn_mask), 0, attn_mask)
+    gate = 1.0
+    if head_mask is not None:
+        gate = np.abs(np.nan_to_num(np.asarray(head_mask, np.float64)))[..., None, None]
+    factor = 1 / (1 - dropout_p)
+    with np.errstate(all="ignore"):
+        scores, visible = reference.masked_scores(
+            q, k, attn_mask, alibi_slopes=slopes, **score_options
+        )
+        weights = np.where(visible, np.exp(np.minimum(scores - lse[..., None], 0)), 0)
+        grad_kept = factor * (do @ np.swapaxes(np.abs(v), -1, -2))
+        delta = ((do * o).sum(axis=-1) + dlse)[..., None]
+        grad_scores = weights * (gate * grad_kept + delta)
+        n_query, n_key = scores.shape[-2:]
+        far = np.abs(scores_of.positions(
+            n_query, n_key, score_options.get("query_offset", 0), score_options.get("kv_lengths")
+        ) - np.arange(n_key)).astype(float)  # fmt: skip
+        scale = abs(float(scores_of.score_scale(score_options.get("scale"), q.shape[-1])))
+        sums = {
+            "query": scale * (grad_scores @ np.abs(k)),
+            "key": scale * (np.swapaxes(grad_scores, -1, -2) @ np.abs(q)),
+            "value": gate * factor * (np.swapaxes(weights, -1, -2) @ do),
+            "attn_mask": grad_scores,
+            "alibi_slopes": (grad_scores * far).sum((-2, -1)),
+            "head_mask": (weights * grad_kept).sum((-2, -1)),
+        }
+        if sinks is not None:
+            sink = np.nan_to_num(np.asarray(sinks, np.float64))[..., None, None]
+            weight = np.exp(np.minimum(sink - lse[..., None], 0))
+            sums["sinks"] = (weight * delta).sum(axis=(-2, -1))
+    for name in ("key", "value"):
+        sums[name] = formula_parts._sum_group(sums[name], n_kv_head)
+    return [
+        float(
+            np.nan_to_num(formula_parts._sum_to(sums[name], np.shape(owned[name]))).max(initial=0)
+        )
+        for name in wanted
+    ]

@@ -3,6 +3,7 @@
     python tests/fuzz_attention.py --cases 20000            a long run
     python tests/fuzz_attention.py --seconds 600 --seed 7   as many as fit in ten minutes
     python tests/fuzz_attention.py --seed 7 --case 1234     one of them again
+    python tests/fuzz_attention.py --entry attention_backward    gradients, which have runs of their own
 
 A case follows from the seed and its number alone. Each finding is described, by a simpler call if
 one fails in the same way; then the exit status is 1.
@@ -11,7 +12,7 @@ one fails in the same way; then the exit status is 1.
     _fuzz_layouts.py    puts its arrays in awkward places
     _fuzz_checks.py     runs and judges it
     _fuzz_formulas.py   what each entry point should return
-    _fuzz_merge.py, _fuzz_cache.py    entry points that take more than one call
+    _fuzz_merge.py, _fuzz_cache.py, _fuzz_backward.py    entry points that take more than one call
 """
 
 import argparse
@@ -25,7 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
 
-from _fuzz_cases import draw_case, entries
+from _fuzz_cases import backward_entries, draw_case, entries
 from _fuzz_checks import Report, check, reduced
 from _support import ISAS
 
@@ -87,7 +88,8 @@ def _parser():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--start", type=int, default=0, metavar="CASE", help="number of the first")
     parser.add_argument("--case", type=int, help="only the case of this number")
-    parser.add_argument("--entry", choices=dict.fromkeys(entries()), help="only this entry point")
+    parser.add_argument("--entry", choices=[*dict.fromkeys(entries()), *backward_entries()],
+                        help="only this entry point; the backward ones only so")  # fmt: skip
     parser.add_argument("--isa", action="append", choices=ISAS)
     parser.add_argument("--max-findings", type=int, default=20, help="stop after so many")
     return parser

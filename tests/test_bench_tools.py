@@ -111,6 +111,22 @@ def test_pruned_heads_prints_a_ratio_per_number_of_heads():
     assert [line.split()[0] for line in report.splitlines()[1:]] == ["6", "4", "2", "1"]
 
 
+def test_dropout_reports_both_directions():
+    report = run_python("-m", "bench.dropout", "--length", "64").stdout
+    assert [line.split()[0] for line in report.splitlines()[1:]] == ["forward", "backward"]
+
+
+def test_memory_of_the_backward_pass():
+    done = run_python("-m", "bench.memory", "--length", "2048", "--backward", "--causal")
+    assert "above inputs and gradients" in done.stdout
+
+
+def test_backward_compares_with_torch():
+    pytest.importorskip("torch", reason="compares with torch")
+    done = run_python("-m", "bench.backward", "--cases", "prefill_512_e64", "--dtype", "float16")
+    assert "1, 8, 512, 512, 64" in done.stdout, done.stderr
+
+
 @pytest.mark.parametrize("flags", [[], ["-P"]], ids=["python -m pytest", "pytest"])
 def test_benchmarks_run_without_timing(flags):
     done = run_python(*(*flags, *PYTEST_BENCH, "--benchmark-disable", "-k", "tiny or odd"))

@@ -1,17 +1,24 @@
 """A short run of the fuzzer (fuzz_attention.py), and proof that it sees what goes wrong."""
 
 import pytest
-from _fuzz_cases import draw_case, entries
+from _fuzz_cases import backward_entries, draw_case, entries
 from fuzz_attention import main
 
 import mha_fast
 from mha_fast import _attention
 
 N_CASE = 300
+N_BACKWARD = 60
 
 
 def test_random_calls(isa, capsys):
     status = main(["--cases", str(N_CASE), "--isa", isa])
+    assert status == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("entry", backward_entries())
+def test_random_backward_passes(entry, isa, capsys):
+    status = main(["--cases", str(N_BACKWARD), "--entry", entry, "--isa", isa])
     assert status == 0, capsys.readouterr().out
 
 
