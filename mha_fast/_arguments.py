@@ -112,6 +112,8 @@ def check(
     shape, key_shape = query.shape, key.shape
     n_query, head_width = shape[-2:]
     if value is None:
+        if options.has_value:
+            raise _checks.none("value")
         value_shape, out_width = key_shape, key_shape[-2]
     else:
         value_shape = value.shape
@@ -229,7 +231,12 @@ def _check_kinds(query: Array, key: Array, value: Array, packed_axes: str | None
             raise TypeError(f"{name} has dtype {x.dtype}; expected {query.dtype} like query")
         if packed_axes and x.ndim != 3:
             raise ValueError(f"{name} has shape {x.shape}; expected {packed_axes}")
-        if x.ndim < 2 or (x.ndim == 2) != (query.ndim == 2):
+        if x.ndim < 2:
+            raise ValueError(
+                f"{name} has shape {x.shape}; expected (..., heads, rows, width), or "
+                "(rows, width) for one head"
+            )
+        if (x.ndim == 2) != (query.ndim == 2):
             raise ValueError(
                 f"{name} has shape {x.shape}; expected at least (heads, rows, width), or "
                 f"(rows, width) for all of them, with query of shape {query.shape}"

@@ -2,6 +2,8 @@
 
 import math
 import operator
+import sys
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -45,6 +47,8 @@ def size(name: str, number: Any) -> int:
 
 def float_dtype(dtype: Any) -> np.dtype[Any]:
     """Return one of the accepted dtypes, in native byte order."""
+    if isinstance(dtype, str) and dtype == "bfloat16":
+        return bfloat16("dtype is 'bfloat16'")
     try:
         result = np.dtype(dtype).newbyteorder("=")
     except TypeError:
@@ -146,14 +150,63 @@ def _window_bound(window: Any, bound: Any) -> int:
 def array(name: str, x: Any) -> Array:
     """Return a plain array of native byte order."""
     if type(x) is not np.ndarray:
-        if isinstance(x, np.ma.MaskedArray):
-            raise TypeError(
-                f"{name} is a masked array, whose mask would be lost; expected a plain array"
-            )
-        x = np.asarray(x)
+        x = _converted(name, x)
     if not x.dtype.isnative:
         x = copied(x, x.dtype.newbyteorder("="))
     return x
+
+
+def none(name: str) -> TypeError:
+    """The error of an array that is not there."""
+    return TypeError(f"{name} is None; expected an array")
+
+
+def _converted(name: str, x: Any) -> Array:
+    """Return as a plain array what is none, if nothing is lost by it."""
+    if x is None:
+        raise none(name)
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError(
+            f"{name} is a masked array, whose mask would be lost; expected a plain array"
+        )
+    torch = sys.modules.get("torch")  # who has a tensor has imported it
+    if torch is not None and isinstance(x, torch.Tensor):
+        return _from_tensor(name, x, torch)
+    try:
+        return np.asarray(x)
+    except ValueError as error:
+        raise ValueError(f"{name} is no array: {error}") from None
+
+
+def _from_tensor(name: str, x: Any, torch: Any) -> Array:
+    """See a torch tensor as an array, without a copy."""
+    if x.requires_grad:
+        raise TypeError(
+            f"{name} is a torch tensor that requires grad, and its gradient would be lost; "
+            f"pass {name}.detach()"
+        )
+    if x.device.type != "cpu":
+        raise TypeError(f"{name} is a torch tensor on {x.device}; pass {name}.cpu()")
+    try:
+        if x.dtype == torch.bfloat16:
+            return (
+                x.view(torch.int16).numpy().view(bfloat16(f"{name} is a torch tensor of bfloat16"))
+            )
+        return x.numpy()
+    except (RuntimeError, TypeError) as error:  # sparse, quantised, conjugated...
+        if isinstance(error, TypeError) and name in str(error):
+            raise
+        raise TypeError(f"{name} is a torch tensor that NumPy cannot see: {error}") from None
+
+
+def bfloat16(what: str) -> np.dtype[Any]:
+    """Return the dtype, which another package has."""
+    try:
+        return np.dtype(import_module("ml_dtypes").bfloat16)
+    except ModuleNotFoundError:
+        raise TypeError(
+            f"{what}, which NumPy has from the package ml_dtypes: pip install ml_dtypes"
+        ) from None
 
 
 def readable(x: Array) -> Array:
@@ -186,6 +239,10 @@ def copied(x: Array, dtype: np.dtype[Any]) -> Array:
 
 def result(name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype[Any], like: str) -> Array:
     """Return the array, if it can receive a result of this shape and dtype."""
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError(
+            f"{name} is a masked array, whose mask would be kept; expected a plain array"
+        )
     if not isinstance(x, np.ndarray):
         raise TypeError(f"{name} is of type {type(x).__name__}; expected a NumPy array")
     if x.dtype != dtype:

@@ -55,6 +55,17 @@ def _read(path: str) -> str:
         return ""
 
 
+def name() -> str:
+    """What the CPU calls itself."""
+    for line in _read("/proc/cpuinfo").splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            return value.strip()
+    import platform
+
+    return platform.processor() or platform.machine()
+
+
 def openmp_runtimes() -> list[str]:
     """Paths of the OpenMP runtimes loaded in this process, from any package."""
     import re

@@ -173,7 +173,10 @@ def _attn_mask(call: "Call", value: Any) -> None:
         return
     mask = _checks.array("attn_mask", value)
     if mask.dtype.name not in MASK_TYPES:
-        raise TypeError(f"attn_mask has dtype {mask.dtype}; expected bool, {_checks.FLOATS}")
+        advice = "; use .astype(bool) where 1 lets a key through" if mask.dtype.kind in "iu" else ""
+        raise TypeError(
+            f"attn_mask has dtype {mask.dtype}; expected bool, {_checks.FLOATS}{advice}"
+        )
     shape = (*call.per_head, call.query.shape[-2], call.key.shape[-2])
     fits = mask.ndim <= len(shape) and all(
         n in (1, whole) for n, whole in zip(mask.shape[::-1], shape[::-1], strict=False)
@@ -264,7 +267,8 @@ read_attn_mask, read_return_lse = _attn_mask, _return_lse  # every signature has
 class Options:
     """The options that one function takes: those of a `TypedDict`."""
 
-    def __init__(self, names: type) -> None:
+    def __init__(self, names: type, *, has_value: bool = True) -> None:
+        self.has_value = has_value  # whether the function takes values at all
         own: frozenset[str] = names.__optional_keys__  # type: ignore[attr-defined]
         self.options = tuple(option for option in OPTIONS if option.name in own)
         self._readers = {option.name: option.read for option in self.options}
@@ -274,7 +278,7 @@ class Options:
         for name, value in given.items():
             read = self._readers.get(name)
             if read is None:
-                raise _unknown(name)
+                raise self._unknown(name)
             read(call, value)
         if call.ends_together:
             call.query_offset = _first_of_the_last(call)
@@ -287,7 +291,12 @@ class Options:
         """Refuse a name that is no option of the function."""
         for name in given:
             if name not in self._readers:
-                raise _unknown(name)
+                raise self._unknown(name)
+
+    def _unknown(self, name: str) -> TypeError:
+        from ._hints import unknown_option
+
+        return unknown_option(self._function, name, self._taken)
 
     def shown(self, function: Function) -> Function:
         """Give the function a signature for `help` in which its options are spelt out."""
@@ -296,19 +305,17 @@ class Options:
         mine += [inspect.Parameter(name, keyword, default=value) for name, value, _ in self.options]
         mine.sort(key=lambda x: (x.kind, _RANKS.get(x.name, -1) if x.kind == keyword else 0))
         plain = [x.replace(annotation=inspect.Parameter.empty) for x in mine]
+        self._function = function.__qualname__
+        self._taken = [x.name for x in mine if x.name != "self"]
         function.__signature__ = inspect.Signature(plain)  # type: ignore[attr-defined]
         return function
-
-
-def _unknown(name: str) -> TypeError:
-    return TypeError(f"unexpected keyword argument {name!r}")
 
 
 ATTENTION = Options(AttentionOptions)
 VARLEN = Options(VarlenOptions)
 BACKWARD = Options(BackwardOptions)
 VARLEN_BACKWARD = Options(VarlenBackwardOptions)
-WEIGHTS = Options(WeightsOptions)
-STATISTICS = Options(StatisticsOptions)
+WEIGHTS = Options(WeightsOptions, has_value=False)
+STATISTICS = Options(StatisticsOptions, has_value=False)
 CACHED = Options(CachedOptions)
 LAYER = Options(LayerOptions)

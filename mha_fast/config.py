@@ -4,6 +4,8 @@ import os
 import sys
 from typing import Any
 
+import numpy as np
+
 from . import _core, _cpus
 from ._checks import positive_int
 
@@ -55,7 +57,7 @@ def config_info() -> dict[str, Any]:
     Returns
     -------
     dict
-        ``version``, ``isa`` (in use), ``isas_available``, ``isas_built``, ``matrix_unit_emulated``
+        ``version``, ``python``, ``numpy`` (versions), ``cpu`` (its name), ``isa`` (in use), ``isas_available``, ``isas_built``, ``matrix_unit_emulated``
         (whether "amx" is software in this build), ``openmp`` (whether the build has threads),
         ``num_threads``, ``openmp_runtimes`` (paths of those loaded in this process, from any
         package; empty where the operating system does not tell).
@@ -64,6 +66,9 @@ def config_info() -> dict[str, Any]:
 
     return {
         "version": __version__,
+        "python": sys.version.split()[0],
+        "numpy": np.__version__,
+        "cpu": _cpus.name(),
         "isa": _core.isa(),
         "isas_available": _core.available_isas(),
         "isas_built": _core.built_isas(),
@@ -74,18 +79,27 @@ def config_info() -> dict[str, Any]:
     }
 
 
-def show_config() -> None:
-    """Print version, instruction sets, threads and the OpenMP runtimes loaded.
+def show_config() -> dict[str, Any]:
+    """Print versions, CPU, instruction sets, threads and the OpenMP runtimes loaded.
 
     More than one runtime (another package brought its own) means more than one pool of threads;
     results do not change.
+
+    Returns
+    -------
+    dict
+        The same facts: ``version``, ``python``, ``numpy``, ``cpu`` (its name), ``isa`` (in use),
+        ``isas_available``, ``isas_built``, ``matrix_unit_emulated``, ``openmp`` (whether the build
+        has threads), ``num_threads``, ``openmp_runtimes`` (their paths).
     """
     info = config_info()
     forced = os.environ.get("MHA_FAST_ISA")
     emulated = " (amx emulated)" if info["matrix_unit_emulated"] else ""
     lines = {
         "mha_fast": info["version"],
-        "Python": sys.version.split()[0],
+        "Python": info["python"],
+        "NumPy": info["numpy"],
+        "CPU": info["cpu"],
         "instruction set": info["isa"] + (" (MHA_FAST_ISA)" if forced else ""),
         "  available": ", ".join(info["isas_available"]),
         "  in this build": ", ".join(info["isas_built"]) + emulated,
@@ -94,6 +108,7 @@ def show_config() -> None:
     }
     for name, text in lines.items():
         print(f"{name:<18}" + text.replace("\n", "\n" + " " * 18))
+    return info
 
 
 def choose_isa() -> None:

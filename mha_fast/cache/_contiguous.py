@@ -88,6 +88,7 @@ class KVCache:
         capacity, dtype = _checks.size("capacity", capacity), _checks.float_dtype(dtype)
         self._key = empty((n_batch, n_kv_head, capacity, head_width), dtype)
         self._value = empty((n_batch, n_kv_head, capacity, value_width), dtype)
+        self._begun = n_batch == 0  # whether anything was ever appended
         self._lengths = np.zeros(n_batch, np.int64)  # replaced by each change, never written to
 
     # ---- what it holds ------------------------------------------------------------------------
@@ -186,7 +187,7 @@ class KVCache:
         for which, (first, end) in [(slice(None), spans[0])] if alike else enumerate(spans):
             self._key[which, ..., first:end, :] = key[which, ..., : end - first, :]
             self._value[which, ..., first:end, :] = value[which, ..., : end - first, :]
-        self._lengths = lengths
+        self._lengths, self._begun = lengths, True
 
     def truncate(self, lengths: ArrayLike) -> None:
         """Drop the tokens behind the given lengths, as after rejected speculation.
@@ -337,7 +338,8 @@ class KVCache:
         TypeError
             A dtype other than that of the cache, or what `attention` does not accept.
         ValueError
-            A shape or a count that does not fit, or what `attention` does not accept.
+            A shape or a count that does not fit, or what `attention` does not accept; a cache that
+            never got a token.
         MemoryError
             No memory for the result or the workspace.
 
@@ -347,6 +349,10 @@ class KVCache:
         sequences, padding included.
         """
         CACHED.check_names(options)
+        if not self._begun:
+            raise ValueError(
+                "the cache has never got a token; append the keys and values of query first"
+            )
         n_batch, _, _, head_width = self._key.shape
         query = _fitting("query", query, (n_batch, "heads", "queries", head_width), self.dtype)
         n_query = query.shape[2]

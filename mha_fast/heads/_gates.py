@@ -7,6 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
+from .. import _checks
 from .._typing import Array, ArrayLike
 from ._tables import grid
 
@@ -73,6 +74,7 @@ class HardConcrete:
 
     def __post_init__(self) -> None:
         """Refuse what makes no distribution."""
+        _checks.reals("log_alpha", self.log_alpha)
         if not self.temperature > 0:
             raise ValueError(f"temperature is {self.temperature}; expected a number above 0")
         if not (self.low < 0 and self.high > 1):
@@ -82,7 +84,7 @@ class HardConcrete:
 
     @cached_property
     def _location(self) -> Array:
-        return np.asarray(self.log_alpha, np.float64)
+        return _checks.reals("log_alpha", self.log_alpha).astype(np.float64)
 
     @property
     def open_probability(self) -> Array:

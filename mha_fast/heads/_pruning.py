@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from .. import _checks
 from .._typing import Array, ArrayLike
 from ._tables import grid, head_name
 
@@ -54,7 +55,8 @@ def head_importance(out: ArrayLike, grad_out: ArrayLike, *, normalize: bool = Fa
     ----------
     Michel et al. 2019, Are Sixteen Heads Really Better than One?, section 4.1.
     """
-    out, grad_out = np.asarray(out, np.float64), np.asarray(grad_out, np.float64)
+    out, grad_out = _checks.reals("out", out), _checks.reals("grad_out", grad_out)
+    out, grad_out = out.astype(np.float64, copy=False), grad_out.astype(np.float64, copy=False)
     if out.shape != grad_out.shape or out.ndim < 3:
         raise ValueError(
             f"out and grad_out have shapes {out.shape} and {grad_out.shape};"
@@ -278,7 +280,7 @@ def prune_in_order(
     ----------
     Michel et al. 2019, Are Sixteen Heads Really Better than One?, section 4.
     """
-    importance = np.asarray(importance, np.float64)
+    importance = _checks.reals("importance", importance).astype(np.float64)
     if np.isnan(importance).any():
         raise ValueError("importance has NaN; expected a number for each head")
     n_remove = _number_to_remove(n_remove, importance.size)

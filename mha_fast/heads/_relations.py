@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .. import _checks
 from .._typing import Array, ArrayLike
 from ._tables import grid
 
@@ -104,7 +105,7 @@ def relation_accuracy(
     ----------
     Clark et al. 2019, What Does BERT Look At?, section 4.2; the baseline of fixed offsets too.
     """
-    top_key = np.asarray(top_key)
+    top_key = _checks.array("top_key", top_key)
     n_query = top_key.shape[-1]
     hits = np.zeros(top_key.shape[:-1], np.int64)
     offset_hits = dict.fromkeys(baseline_offsets, 0)

@@ -18,7 +18,7 @@ from ._inputs import Position
 from ._parameters import Parameters
 from ._sizes import KEY, QUERY, VALUE, LayerSizes, check_sizes
 from ._training import Activations
-from ._weights import Init, Seed, Style
+from ._weights import Init, Module, Seed, Style
 
 _PARAMETERS = ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "b_O")
 
@@ -163,8 +163,8 @@ class MultiHeadAttention:
     @classmethod
     def from_torch(
         cls,
-        tensors: Mapping[str, ArrayLike],
-        num_heads: int,
+        tensors: Mapping[str, ArrayLike] | Module,
+        num_heads: int | None = None,
         *,
         prefix: str = "",
         dtype: npt.DTypeLike | None = None,
@@ -176,9 +176,10 @@ class MultiHeadAttention:
         tensors : mapping of str to array
             ``in_proj_weight`` or ``q_proj_weight``, ``k_proj_weight`` and ``v_proj_weight``;
             ``out_proj.weight``; and, if there are biases, ``in_proj_bias`` and ``out_proj.bias``.
-            Arrays or CPU tensors; they are copied.
-        num_heads : int
-            Number of heads; the tensors do not tell.
+            Arrays or CPU tensors, bfloat16 ones too; they are copied. A module will do that has a
+            ``state_dict()`` with these names; it must take its batch first.
+        num_heads : int, optional
+            Number of heads; the tensors do not tell, but a module does.
         prefix : str
             What stands before these names, like ``"encoder.layers.0.self_attn"``, with or without
             a dot at its end. Tensors whose names begin otherwise are not looked at.
@@ -192,17 +193,18 @@ class MultiHeadAttention:
         Raises
         ------
         TypeError
-            Tensors of several dtypes, or of one that a layer cannot have, with no `dtype` given.
+            Tensors of several dtypes, or of one that a layer cannot have, with no `dtype` given; a
+            path instead of what is in the file.
         ValueError
-            A tensor that is missing, does not fit, or is not known (``bias_k`` and ``bias_v`` too).
+            A module with its batch second; a tensor that is missing (with the prefixes that would find it), does not fit, or is not known (``bias_k`` and ``bias_v`` too).
         """
         return cls._from_tensors(tensors, "torch", num_heads, prefix, dtype, None)
 
     @classmethod
     def from_bert(
         cls,
-        tensors: Mapping[str, ArrayLike],
-        num_heads: int,
+        tensors: Mapping[str, ArrayLike] | Module,
+        num_heads: int | None = None,
         *,
         prefix: str = "",
         dtype: npt.DTypeLike | None = None,
@@ -234,8 +236,8 @@ class MultiHeadAttention:
     @classmethod
     def from_llama(
         cls,
-        tensors: Mapping[str, ArrayLike],
-        num_heads: int,
+        tensors: Mapping[str, ArrayLike] | Module,
+        num_heads: int | None = None,
         *,
         prefix: str = "",
         dtype: npt.DTypeLike | None = None,
@@ -846,15 +848,15 @@ head_mask, precision, num_threads
     @classmethod
     def _from_tensors(
         cls,
-        tensors: Mapping[str, ArrayLike],
+        tensors: Mapping[str, ArrayLike] | Module,
         style: str,
-        num_heads: int,
+        num_heads: int | None,
         prefix: str,
         dtype: npt.DTypeLike | None,
         position: Position | None,
     ) -> Self:
         theirs = _weights.read(tensors, style, prefix)
-        sizes = _weights.sizes_of(theirs, num_heads)
+        sizes = _weights.sizes_of(theirs, _weights.number_of_heads(tensors, num_heads))
         layer = cls(
             **sizes.arguments(),
             bias=theirs.biases is not None,

@@ -1,9 +1,10 @@
 """Weights of a layer: how they are drawn, and their names in the files of others."""
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -13,6 +14,14 @@ from ._sizes import LayerSizes, check_sizes
 
 Init: TypeAlias = Literal["xavier_uniform", "xavier_normal", "lecun_normal", "gpt_normal", "zeros"]
 Style: TypeAlias = Literal["torch", "bert", "llama"]
+
+
+class Module(Protocol):
+    """What has tensors by name: a ``torch.nn.Module``."""
+
+    def state_dict(self) -> Mapping[str, Any]: ...
+
+
 # What `numpy.random.default_rng` takes.
 Seed: TypeAlias = (
     int
@@ -93,19 +102,23 @@ STYLES = {
 }
 
 
-def read(tensors: Mapping[str, Any], style: str, prefix: str) -> Tensors:
+def read(tensors: Any, style: str, prefix: str) -> Tensors:
     """Take the tensors of one layer out of a mapping; every name beneath the prefix must fit."""
     names = STYLES[style]
     prefix = with_dot(prefix)
+    tensors = _mapping(tensors)
     found = {
-        name.removeprefix(prefix): _checks.array(name, tensor)
+        name.removeprefix(prefix): _checks.array(name, _detached(tensor))
         for name, tensor in tensors.items()
         if name.startswith(prefix) and not name.removeprefix(prefix).startswith(names.ignored)
     }
 
     def take(name: str) -> Array:
         if name not in found:
-            raise ValueError(f"tensors has no {prefix + name!r}; expected it in style {style!r}")
+            raise ValueError(
+                f"tensors has no {prefix + name!r}; expected it in style {style!r}"
+                f"{_other_prefixes(tensors, f'{names.output}.weight')}"
+            )
         return found.pop(name)
 
     if style == "torch":
@@ -128,6 +141,63 @@ def read(tensors: Mapping[str, Any], style: str, prefix: str) -> Tensors:
             "without them its result could be wrong"
         )
     return result
+
+
+def number_of_heads(tensors: Any, num_heads: Any) -> Any:
+    """Return the number that is given, or that a module of torch or Transformers knows."""
+    if num_heads is not None:
+        return num_heads
+    for path in ("num_heads", "self.num_attention_heads", "config.num_attention_heads"):
+        place = tensors
+        for name in path.split("."):
+            place = getattr(place, name, None)
+        if isinstance(place, int):
+            return place
+    raise TypeError("num_heads is None; expected an int: the tensors do not tell")
+
+
+def _mapping(tensors: Any) -> Mapping[str, Any]:
+    """Return tensors by name, from a mapping or from a module that has them."""
+    if isinstance(tensors, Mapping):
+        return tensors
+    if isinstance(tensors, str | os.PathLike):
+        raise TypeError(
+            f"tensors is the path {os.fspath(tensors)!r}; expected a mapping of names to arrays: pass "
+            "safetensors.numpy.load_file(path), or what torch.load(path) returns"
+        )
+    if not callable(getattr(tensors, "state_dict", None)):
+        raise TypeError(
+            f"tensors is of type {type(tensors).__name__}; expected a mapping of names to arrays, "
+            "such as the state dict of a module"
+        )
+    if getattr(tensors, "batch_first", None) is False:
+        raise ValueError(
+            "tensors is a module with batch_first=False, whose inputs are (tokens, batch, width); this "
+            "layer takes (batch, tokens, width): pass tensors.state_dict(), and the inputs with their "
+            "first two axes swapped"
+        )
+    if getattr(tensors, "add_zero_attn", False):
+        raise ValueError(
+            "tensors is a module with add_zero_attn=True, which this layer does not have; expected a "
+            "module without it"
+        )
+    named: Mapping[str, Any] = tensors.state_dict()
+    return named
+
+
+def _detached(tensor: Any) -> Any:
+    """Return the numbers of a parameter: they are copied, and no gradient is to flow back."""
+    return tensor.detach() if getattr(tensor, "requires_grad", False) else tensor
+
+
+def _other_prefixes(tensors: Mapping[str, Any], name: str) -> str:
+    """Name what stands before `name`, which every layer of the style has."""
+    ends = [full for full in tensors if full.endswith("." + name)]
+    if not ends:
+        return ""
+    some = ", ".join(repr(full.removesuffix("." + name)) for full in ends[:3])
+    more = f" and {len(ends) - 3} more" if len(ends) > 3 else ""
+    return f"; there are layers with the prefix {some}{more}"
 
 
 def _torch_inputs(

@@ -1,8 +1,10 @@
 """The layer: projections around attention, and their gradients."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import numpy as np
 
@@ -12,6 +14,48 @@ from ._backward import _attention_backward_in, _sum_to
 from ._scores import positions
 
 _INPUTS = ("query", "key", "value")
+
+
+@overload
+def multi_head_attention(
+    parameters: Mapping[str, ArrayLike],
+    query: ArrayLike,
+    key: ArrayLike | None = ...,
+    value: ArrayLike | None = ...,
+    attn_mask: ArrayLike | None = ...,
+    *,
+    position: Callable[[Array, Array], Array] | None = ...,
+    return_lse: Literal[False] = ...,
+    **options: Any,
+) -> Array: ...
+
+
+@overload
+def multi_head_attention(
+    parameters: Mapping[str, ArrayLike],
+    query: ArrayLike,
+    key: ArrayLike | None = ...,
+    value: ArrayLike | None = ...,
+    attn_mask: ArrayLike | None = ...,
+    *,
+    position: Callable[[Array, Array], Array] | None = ...,
+    return_lse: Literal[True],
+    **options: Any,
+) -> tuple[Array, Array]: ...
+
+
+@overload
+def multi_head_attention(
+    parameters: Mapping[str, ArrayLike],
+    query: ArrayLike,
+    key: ArrayLike | None = ...,
+    value: ArrayLike | None = ...,
+    attn_mask: ArrayLike | None = ...,
+    *,
+    position: Callable[[Array, Array], Array] | None = ...,
+    return_lse: bool,
+    **options: Any,
+) -> Array | tuple[Array, Array]: ...
 
 
 def multi_head_attention(
@@ -24,7 +68,7 @@ def multi_head_attention(
     position: Callable[[Array, Array], Array] | None = None,
     return_lse: bool = False,
     **options: Any,
-) -> Any:
+) -> Array | tuple[Array, Array]:
     """The layer ``mha_fast.MultiHeadAttention`` in float64.
 
     Parameters

@@ -2,9 +2,11 @@
 
 import argparse
 import sys
+import tempfile
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 
@@ -29,7 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ----------
     parser : argparse.ArgumentParser
     """
-    parser.add_argument("text", nargs="?", help="what to read (default: a sentence on cricket)")
+    parser.add_argument(
+        "text", nargs="?", type=text, help="what to read (default: a sentence on cricket)"
+    )
     parser.add_argument(
         "--relation",
         action="append",
@@ -40,6 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pictures", type=Path, metavar="FOLDER", help="also draw maps and lines (matplotlib)"
     )
+
+
+def text(words: str) -> str:
+    """Refuse a text that has none."""
+    if not words.strip():
+        raise argparse.ArgumentTypeError("expected a text, got an empty one")
+    return words
 
 
 def relation(word: str) -> tuple[str, str]:
@@ -66,6 +77,8 @@ def run(
     pictures : path of a folder, optional
         Made when it is missing.
     """
+    if pictures is not None:
+        _check_folder(pictures)
     if relations is None:
         relations = RELATIONS if text is None else ()
     network = _network(needs_matplotlib=pictures is not None)
@@ -73,8 +86,7 @@ def run(
     try:
         sent = {pair: reading.weight_between(*pair) for pair in relations}
     except ValueError as error:
-        print(f"mha-fast heads: error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        _leave(str(error))
     classes = heads.classify_heads(reading.statistics)
     print_text(reading)
     print()
@@ -88,6 +100,22 @@ def run(
     if pictures is not None:
         print()
         save_pictures(reading, sent, pictures)
+
+
+def _leave(reason: str) -> NoReturn:
+    """End as after a wrong argument."""
+    print(f"mha-fast heads: error: {reason}", file=sys.stderr)
+    raise SystemExit(2) from None
+
+
+def _check_folder(folder: Path) -> None:
+    """Make the folder, and leave where nothing can be written to it, before any work is done."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        _leave(f"cannot write to {str(folder)!r}: {error.strerror}")
 
 
 def _network(needs_matplotlib: bool) -> minilm.MiniLM:
@@ -216,7 +244,8 @@ def save_pictures(
     from . import pictures
 
     folder.mkdir(parents=True, exist_ok=True)
-    figures = {"head_maps.png": pictures.head_maps(measurements(reading, sent))}
+    units = {"entropy, in nats": "nats", "mean distance, in tokens": "tokens"}
+    figures = {"head_maps.png": pictures.head_maps(measurements(reading, sent), units=units)}
     views, sources = {}, {}
     for (source, target), weights in sent.items():
         title = f'{head_name(most(weights))}: "{source}" to "{target}"'
@@ -225,6 +254,7 @@ def save_pictures(
     if not views:
         surest = most(np.stack([layer.confidence for layer in reading.statistics]))
         views[f"{head_name(surest)}: the largest weights"] = reading.weights[surest]
+    figures["weight_maps.png"] = pictures.weight_maps(views, reading.tokens, reading.tokens)
     figures["token_views.png"] = pictures.token_views(reading.tokens, views, sources)
     for name, figure in figures.items():
         figure.savefig(folder / name, dpi=110)

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from .. import _checks
 from .._attention import attention, attention_weights
 from .._statistics import head_statistics
 from .._statistics_record import HeadStatistics
@@ -179,7 +180,7 @@ class MiniLM:
 
     def _gates(self, head_mask: ArrayLike | None) -> Array:
         shape = (self.n_layer, self.n_head)
-        gates = np.ones(shape) if head_mask is None else np.asarray(head_mask)
+        gates = np.ones(shape) if head_mask is None else _checks.reals("head_mask", head_mask)
         if gates.shape != shape:
             raise ValueError(f"head_mask has shape {gates.shape}; expected {shape}")
         return gates
