@@ -70,19 +70,26 @@ typedef struct {
     double (*matrix_rounds)(ptrdiff_t n); /* the same for the matrix unit; NULL: none */
 } mha_isa;
 
-/* dispatch.c: instruction sets of this build, slowest first. */
-extern const mha_isa *const mha_built[];
-extern const int mha_n_built;
-int mha_runnable(const mha_isa *isa);
+/* ---- dispatch.c.  Visible outside of the extension, so that tests/native can check the tables of a build. ---- */
+#if defined(_WIN32)
+#define MHA_VISIBLE
+#else
+#define MHA_VISIBLE __attribute__((visibility("default")))
+#endif
+
+/* Instruction sets of this build, slowest first. */
+extern MHA_VISIBLE const mha_isa *const mha_built[];
+extern MHA_VISIBLE const int mha_n_built;
+MHA_VISIBLE int mha_runnable(const mha_isa *isa);
 extern const int mha_emulates_matrix_unit; /* "amx" is software here, see kernels/emulated_unit.h */
 /* Whether the operating system lets this process use the tile registers of the matrix unit.  Linux keeps their 8 KB for
  * processes that have asked (Documentation/arch/x86/xstate.rst), and from then on demands signal stacks that can hold
  * them; where one is too small already, it refuses.  So this is asked when a call is about to use them, not before. */
-int mha_tiles_granted(void);
+MHA_VISIBLE int mha_tiles_granted(void);
 /* Tables for an element type: the set's own or, where it lacks one, those of the slowest set, which has all. */
-const mha_kernels *mha_kernels_for(const mha_isa *isa, mha_storage element);
+MHA_VISIBLE const mha_kernels *mha_kernels_for(const mha_isa *isa, mha_storage element);
 /* NULL: this is not for the matrix unit. */
-const mha_matrix_kernels *mha_matrix_for(const mha_isa *isa, mha_storage element, int high);
+MHA_VISIBLE const mha_matrix_kernels *mha_matrix_for(const mha_isa *isa, mha_storage element, int high);
 
 #ifdef __cplusplus
 }
