@@ -198,16 +198,21 @@ void decode_values_guarded(void *sum_, const void *weight_, const void *visible_
     }
 }
 
+// Partial results that are added up from zero before they join the sum: fewer roundings than one long sum.
+constexpr ptrdiff_t partials_together = 16;
+
 template <class T, class S>
 void decode_combine(char *out, const void *sum, const void *maximum, const void *total, ptrdiff_t partial_stride,
                     ptrdiff_t n_partial, ptrdiff_t width, double exp_scale, void *work, const mha_finish *how) {
     T *factor = (T *)work;
     auto partial = [=](const void *first, ptrdiff_t i) { return row_at<T>((const char *)first, partial_stride, i); };
+    constexpr T least_normal = sizeof(T) == 4 ? T(__FLT_MIN__) : T(__DBL_MIN__);
     double highest = minus_infinity, sum_total = 0;
     for (ptrdiff_t i = 0; i < n_partial; i++) highest = *partial(maximum, i) > highest ? *partial(maximum, i) : highest;
     const double base = base_of(highest);
     for (ptrdiff_t i = 0; i < n_partial; i++) {
         factor[i] = T(weight_of(double(*partial(maximum, i)), base, exp_scale));
+        if (factor[i] < least_normal) factor[i] = 0;  // as in exp2_nonpositive
         sum_total += double(factor[i]) * *partial(total, i);
     }
     const T last_factor = finish_row<T>(highest, sum_total, 0, how);
@@ -216,7 +221,12 @@ void decode_combine(char *out, const void *sum, const void *maximum, const void 
     S *result = (S *)out;
     for (ptrdiff_t d = 0; d < width; d += lanes<T>) {
         vec<T> joined = {};
-        for (ptrdiff_t i = 0; i < n_partial; i++) joined += load(partial(sum, i) + d) * factor[i];
+        for (ptrdiff_t first = 0; first < n_partial; first += partials_together) {
+            vec<T> part = {};
+            const ptrdiff_t end = first + partials_together < n_partial ? first + partials_together : n_partial;
+            for (ptrdiff_t i = first; i < end; i++) part += load(partial(sum, i) + d) * factor[i];
+            joined += part;
+        }
         joined = nothing ? vec<T>{} : joined * last_factor;
         if (d + lanes<T> <= width) store_stored<T>(result + d, joined);
         else store_stored_first<T>(result + d, joined, width - d);

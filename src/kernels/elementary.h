@@ -16,7 +16,7 @@ template <> struct exp2_constants<float> {
     static constexpr float floor[] = {0.69314704444336655545f,   0.24022930555173854114f,   0.055485280620182784799f,
                                       0.0096754515652170405198f, 0.0012467846450773492551f, 0.00021612914969557343788f};
     // Adding 1.5 * 2**23 rounds to an integer in the low mantissa bits; the bias of the exponent is added along.
-    static constexpr float round = 12582912.0f + 127.0f, lowest = -127.0f;
+    static constexpr float round = 12582912.0f + 127.0f, lowest = -127.0f, least_normal = -126.0f;
     static constexpr int mantissa = 23;
 };
 template <> struct exp2_constants<double> {
@@ -28,7 +28,7 @@ template <> struct exp2_constants<double> {
                                        0.0096181290995508956128,  0.0013333558629562675936, 0.00015403512309733948746,
                                        0.00001525317505379524616, 1.3208367308220049348e-6, 1.025321230405209001e-7,
                                        6.5595298355172712178e-9,  6.2634652734225902742e-10};
-    static constexpr double round = 6755399441055744.0 + 1023.0, lowest = -1023.0;
+    static constexpr double round = 6755399441055744.0 + 1023.0, lowest = -1023.0, least_normal = -1022.0;
     static constexpr int mantissa = 52;
 };
 
@@ -44,19 +44,23 @@ template <class T, int N> MHA_INLINE vec<T> polynomial(vec<T> r, const T (&coeff
 template <class T> struct exp2_parts {
     vec<T> scale, fraction;
 };
-template <class T> MHA_INLINE exp2_parts<T> split_exp2(vec<T> x) {
+template <class T> MHA_INLINE exp2_parts<T> split_exp2_above_lowest(vec<T> x) {
     typedef exp2_constants<T> constant;
-    x = larger<T>(splat(constant::lowest), x);
     vec<T> shifted = x + constant::round;
     // The low bits of `shifted` are the biased exponent: moved to its place they are the float 2**n.
     vec<T> scale = (vec<T>)((ivec<T>)shifted << constant::mantissa);
     return {scale, polynomial<T>(x - (shifted - constant::round), constant::nearest)};
 }
 
-// 2**x for x <= 0.  Exactly 1 at 0, exactly 0 at -inf, NaN at NaN; below 2**-126 (2**-1022) it may be 0.
+template <class T> MHA_INLINE exp2_parts<T> split_exp2(vec<T> x) {
+    return split_exp2_above_lowest<T>(larger<T>(splat(exp2_constants<T>::lowest), x));
+}
+
+// 2**x for x <= 0.  Exactly 1 at 0, NaN at NaN, and 0 where it would not be a normal number: arithmetic with subnormal
+// ones takes up to a hundred times as long, and beside a weight of 1 they vanish.
 template <class T> MHA_INLINE vec<T> exp2_nonpositive(vec<T> x) {
-    exp2_parts<T> part = split_exp2<T>(x);
-    return part.scale + part.scale * part.fraction;
+    exp2_parts<T> part = split_exp2_above_lowest<T>(x);  // anything, where it is not taken
+    return x < exp2_constants<T>::least_normal ? vec<T>{} : part.scale + part.scale * part.fraction;
 }
 #if defined(__AVX512DQ__)
 // Fraction above the floor, then a multiplication by 2**floor(x): two instructions instead of five.
@@ -64,12 +68,14 @@ constexpr int reduce_to_floor = 0x09;
 template <> MHA_INLINE vec<float> exp2_nonpositive<float>(vec<float> x) {
     vec<float> r = (vec<float>)_mm512_reduce_ps((__m512)x, reduce_to_floor);
     vec<float> p = polynomial<float>(r, exp2_constants<float>::floor) + 1.0f;
-    return (vec<float>)_mm512_scalef_ps((__m512)p, (__m512)x);
+    const __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(exp2_constants<float>::least_normal), _CMP_NLT_UQ);
+    return (vec<float>)_mm512_maskz_scalef_ps(normal, (__m512)p, (__m512)x);
 }
 template <> MHA_INLINE vec<double> exp2_nonpositive<double>(vec<double> x) {
     vec<double> r = (vec<double>)_mm512_reduce_pd((__m512d)x, reduce_to_floor);
     vec<double> p = polynomial<double>(r, exp2_constants<double>::floor) + 1.0;
-    return (vec<double>)_mm512_scalef_pd((__m512d)p, (__m512d)x);
+    const __mmask8 normal = _mm512_cmp_pd_mask((__m512d)x, _mm512_set1_pd(exp2_constants<double>::least_normal), _CMP_NLT_UQ);
+    return (vec<double>)_mm512_maskz_scalef_pd(normal, (__m512d)p, (__m512d)x);
 }
 #endif
 

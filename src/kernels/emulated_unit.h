@@ -3,6 +3,8 @@
 // VPSHRDW, VFMADD213PH); any CPU with AVX-512 (F, DQ, BW, VL) runs it.
 #pragma once
 
+#include <stdlib.h>
+
 #include "storage.h"
 
 namespace {
@@ -12,14 +14,14 @@ namespace MHA_ISA_NAMESPACE {
 
 struct tile_state {
     alignas(64) uint32_t tile[8][16][16];
-    bool configured;
 };
-thread_local tile_state tiles;
+// From begin_tiles() to end_tiles(); 8 KB are too many for a thread's static storage.
+thread_local tile_state *tiles = nullptr;
 
 // An instruction on tiles without a configuration ends the process there; so it does here.
 inline uint32_t (*tile_rows_of(int tile))[16] {
-    if (!tiles.configured) __builtin_trap();
-    return tiles.tile[tile];
+    if (!tiles) __builtin_trap();
+    return tiles->tile[tile];
 }
 
 template <int TILE> void load_tile(const void *data, ptrdiff_t row_bytes) {
@@ -30,7 +32,7 @@ template <int TILE> void store_tile(void *data, ptrdiff_t row_bytes) {
     auto *row = tile_rows_of(TILE);
     for (int i = 0; i < 16; i++) memcpy((char *)data + i * row_bytes, row[i], 64);
 }
-template <int TILE> void clear_tile() { memset(tile_rows_of(TILE), 0, sizeof tiles.tile[TILE]); }
+template <int TILE> void clear_tile() { memset(tile_rows_of(TILE), 0, sizeof tiles->tile[TILE]); }
 
 // Sums of the even and of the odd numbers apart, one fused multiply-add after the other; then both to c.
 __attribute__((noinline)) void add_pair_products(uint32_t (*c)[16], const uint32_t (*a)[16], const uint32_t (*b)[16]) {
@@ -64,10 +66,15 @@ template <int C, int A, int B> void add_product() {
 }
 
 void begin_tiles() {
-    memset(tiles.tile, 0, sizeof tiles.tile);
-    tiles.configured = true;
+    free(tiles);
+    tiles = (tile_state *)aligned_alloc(64, sizeof(tile_state));
+    if (!tiles) __builtin_trap();
+    memset(tiles, 0, sizeof(tile_state));
 }
-void end_tiles() { tiles.configured = false; }
+void end_tiles() {
+    free(tiles);
+    tiles = nullptr;
+}
 
 // ---- 16-bit numbers in vectors ---------------------------------------------------------------------------------------
 

@@ -115,7 +115,20 @@ public:
         }
         return found;
     }
+    // Whether there may be a NaN; Inf counts too.
+    bool suspects_nan() const {
+        const codes most_of_nan = code((vec<T>)(codes{} - 1 >> 1));
+        for (int i = 0; i < lanes<T>; i++)
+            if (lowest[i] <= most_of_nan[0]) return true;
+        return false;
+    }
 };
+
+// Weights are rounded to 16 bits by adding to their bits, which a NaN must survive: one that has few bits does.
+template <class T> void simplify_nan(T *bias, ptrdiff_t n) {
+    for (ptrdiff_t i = 0; i < n; i++)
+        if (bias[i] != bias[i]) bias[i] = T(__builtin_nan(""));
+}
 
 template <class T, class Element>
 int read_row(T *bias, const char *row, ptrdiff_t key_stride, ptrdiff_t n_key) {
@@ -125,6 +138,7 @@ int read_row(T *bias, const char *row, ptrdiff_t key_stride, ptrdiff_t n_key) {
         census.add(v);
         store(bias + j, v);
     }
+    if (census.suspects_nan()) simplify_nan(bias, n_key);
     return census.holds();
 }
 
@@ -149,6 +163,8 @@ int read_tile(T *bias, const char *const *row, ptrdiff_t n_row, ptrdiff_t key_st
             for (int i = 0; i < lanes<T> && j + i < n_key; i++) store(bias + (j + i) * ROWS + r, square[i]);
         }
     }
+    if (census.suspects_nan())
+        for (ptrdiff_t j = 0; j < n_key; j++) simplify_nan(bias + j * ROWS, n_row);
     return census.holds();
 }
 

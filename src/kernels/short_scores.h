@@ -97,6 +97,7 @@ struct short_weighing {
     short_bits offset[2];
     vec<float> total[2];
     ptrdiff_t n_unit, done;
+    ivec<float> reached[2];  // rows whose maximum so far is within the fixed point
 
     // With offset + score = 0x9600 at the maximum, the correction's bits (0x6604 there, see `unit`) make it 0xfc04, and
     // that, shifted, is 1.
@@ -106,7 +107,7 @@ struct short_weighing {
         done = 0;
         n_unit = item->n_panel * panel_keys;
         at = (uint16_t *)item->weight;
-        bool reached = true;
+        bool all_reached = true;
         vec<float> base[2];
         MHA_UNROLL for (int half = 0; half < 2; half++) {
             float *maximum = item->maximum + half * tile_edge;
@@ -118,7 +119,9 @@ struct short_weighing {
                                                  _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC);
             // Lanes without a row hold anything, and must not decide.
             const vec<float> row = lane_numbers<float>() + float(half * tile_edge);
-            reached &= all_within(row < float(item->n_row) ? base[half] : vec<float>{}, 65535.0f);
+            const vec<float> steps = row < float(item->n_row) ? base[half] : vec<float>{};
+            all_reached &= all_within(steps, 65535.0f);
+            reached[half] = steps <= 65535.0f;
             offset[half] = (short_bits)((float_bits) __builtin_convertvector(base[half], ivec<float>) * 0x10001);
             offset[half] = offset_of_one - offset[half];
             base[half] = (base[half] * (1 / exponent_steps) + lowest_exponent) / exp_scale;
@@ -126,30 +129,30 @@ struct short_weighing {
             store(item->rescale + half * tile_edge, weight_of<float>(old, base[half], exp_scale));
             total[half] = vec<float>{};
         }
-        if (!reached) weigh_one_by_one(base, exp_scale);
+        if (!all_reached) weigh_apart(base, exp_scale);
     }
-    // Another block's maximum is too far above this one's scores: they are widened again.
-    __attribute__((noinline)) void weigh_one_by_one(const vec<float> (&base)[2], float exp_scale) {
+    // In some rows another block's maximum is too far above this one's scores: there they are widened again.  The
+    // others get the weights that they would have got without those rows.
+    __attribute__((noinline)) void weigh_apart(const vec<float> (&base)[2], float exp_scale) {
         auto weight_of = [=](float_bits score, vec<float> from) {
             const vec<float> exponent =
                 __builtin_convertvector(score, vec<float>) * (1 / exponent_steps) + lowest_exponent;
             return plus_half_ulp(exp2_nonpositive<float>(exponent - from * exp_scale));
         };
         for (; done < n_unit; done++) {
+            const int half = done % 2;
             uint16_t *p =
-                at + done / panel_keys * term_numbers + done % 2 * tile_numbers + done % panel_keys / 2 * tile_depth;
+                at + done / panel_keys * term_numbers + half * tile_numbers + done % panel_keys / 2 * tile_depth;
             const float_bits both = (float_bits)load((const float *)p);
-            const vec<float> first = weight_of(both & 0xffff, base[done % 2]),
-                             second = weight_of(both >> 16, base[done % 2]);
-            total[done % 2] += upper_half(first) + upper_half(second);
-            store((float *)p, upper_halves(first, second));
+            const vec<float> first = weight_of(both & 0xffff, base[half]), second = weight_of(both >> 16, base[half]);
+            const __m512i within = short_weights((__m512i)both, half);
+            const vec<float> sum = total[half] + (upper_half(first) + upper_half(second));
+            total[half] = reached[half] ? add_pairs(total[half], within) : sum;
+            store((float *)p, reached[half] ? (vec<float>)within : upper_halves(first, second));
         }
     }
-    template <int U> MHA_INLINE void unit() {
-        constexpr int half = U % 2;
-        uint16_t *p =
-            at + done / panel_keys * term_numbers + half * tile_numbers + (done % panel_keys / 2 + U / 2) * tile_depth;
-        const __m512i exponent = _mm512_add_epi16((__m512i)load((const float *)p), (__m512i)offset[half]);
+    MHA_INLINE __m512i short_weights(__m512i score, int half) const {
+        const __m512i exponent = _mm512_add_epi16(score, (__m512i)offset[half]);
         // 1 + f as float16: the offset has its half place in the fraction, which goes here.
         constexpr int fraction_then_flip = 0x6a;  // (exponent & fraction) ^ one
         const halves t = (halves)_mm512_ternarylogic_epi32(exponent, _mm512_set1_epi16(0x3ff),
@@ -162,7 +165,13 @@ struct short_weighing {
         c = multiply_add(c, t, splat_half(1999.0f));
         const __m512i corrected = _mm512_add_epi16(exponent, (__m512i)c);
         // Three places less, and 001 from above: exponents from -63 to 0.
-        const __m512i weight = shift_right<3>(corrected, _mm512_set1_epi16(1));
+        return shift_right<3>(corrected, _mm512_set1_epi16(1));
+    }
+    template <int U> MHA_INLINE void unit() {
+        constexpr int half = U % 2;
+        uint16_t *p =
+            at + done / panel_keys * term_numbers + half * tile_numbers + (done % panel_keys / 2 + U / 2) * tile_depth;
+        const __m512i weight = short_weights((__m512i)load((const float *)p), half);
         total[half] = add_pairs(total[half], weight);
         store((float *)p, (vec<float>)weight);
     }

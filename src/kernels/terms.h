@@ -107,7 +107,8 @@ template <class S, int N_PRODUCT> struct packing_report {
                 const vec<float> v = load_some(row + d, width - d);
                 squares += v * v;
             }
-            const float norm = _mm512_reduce_add_ps((__m512)squares);
+            // An upper bound, whatever is lost: 2**-13 of it by rounding, and less than 2**-126 of each square by underflow.
+            const float norm = _mm512_reduce_add_ps((__m512)squares) * (1 + 0x1p-13f) + 0x1p-116f;
             if (norm > so_far.square_norm[panel] || norm != norm) so_far.square_norm[panel] = norm;  // NaN stays
             return true;
         } else {

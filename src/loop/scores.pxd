@@ -1,5 +1,5 @@
 # What becomes of a block of scores before the softmax: the one reader of masks, and the adjustment that goes with it.
-from libc.math cimport INFINITY
+from libc.math cimport INFINITY, NAN
 from libc.string cimport memset
 
 from contract.decode cimport MHA_KEY_SPLIT
@@ -105,7 +105,7 @@ cdef inline void set_adjustment(mha_adjust *how, const sub_tile *s, workspace *w
     how.softcap = p.softcap
     if p.alibi_slope != NULL:
         for r in range(s.n_row):
-            put(k, w.slope, r, s.slope[r])
+            put(k, w.slope, r, s.slope[r] if s.slope[r] == s.slope[r] else NAN)  # see simplify_nan in mask.h
         set_distances(s, w, k, first)
         how.slope, how.distance = w.slope, w.distance
     if adds_mask(p) or holds & MHA_MASK_EXCLUDED:
