@@ -11,6 +11,7 @@
     cost               parameters, multiply-adds and bytes of a layer, counted
     KVCache            keys and values of growing sequences, for decoding
     onnx               the ONNX operator Attention (import mha_fast.onnx; needs the extra "onnx")
+    torch              PyTorch and Transformers (import mha_fast.torch; needs the extra "torch")
     dask               attention over dask arrays (import mha_fast.dask; needs the extra "dask")
     heads              classify, rank and prune heads by those measurements
     minilm, pictures   a real network in NumPy, and pictures of its heads (import them by name)
