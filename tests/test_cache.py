@@ -550,7 +550,7 @@ def test_properties_and_repr():
     assert cache.keys.shape == (2, 3, 6, 4)
     assert cache.values.shape == (2, 3, 6, 5)
     assert repr(cache) == (
-        "KVCache(n_batch=2, n_kv_head=3, head_width=4, value_width=5, dtype=float16, capacity=6, "
+        "KVCache(n_batch=2, num_kv_heads=3, head_width=4, value_width=5, dtype=float16, capacity=6, "
         "lengths=[6 2])"
     )
     assert repr(KVCache(1000, 1, 1)).endswith("lengths=[0 0 0 ... 0 0 0])")
@@ -606,7 +606,7 @@ def _o(*shape, dtype=np.float32):
 # id: (arguments in place of the valid ones, error, words that the message has to contain)
 NEW_ERRORS = {
     "n_batch": ({"n_batch": -1}, ValueError, "n_batch -1 at least 0"),
-    "n_kv_head": ({"n_kv_head": 2.0}, TypeError, "n_kv_head 2.0 int"),
+    "num_kv_heads": ({"num_kv_heads": 2.0}, TypeError, "num_kv_heads 2.0 int"),
     "head_width": ({"head_width": "4"}, TypeError, "head_width '4' int"),
     "value_width": ({"value_width": -3}, ValueError, "value_width -3 at least 0"),
     "capacity": ({"capacity": None}, TypeError, "capacity None int"),
@@ -624,7 +624,7 @@ NEW_ERRORS = {
 def test_error_of_a_new_cache(case):
     arguments, error, words = NEW_ERRORS[case]
     with pytest.raises(error) as raised:
-        KVCache(**{"n_batch": 2, "n_kv_head": 2, "head_width": 5} | arguments)
+        KVCache(**{"n_batch": 2, "num_kv_heads": 2, "head_width": 5} | arguments)
     assert [word for word in words.split() if word not in str(raised.value)] == []
 
 

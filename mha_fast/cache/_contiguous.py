@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, Self, Unpack, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,7 @@ class KVCache:
     ----------
     n_batch : int
         Number of sequences.
-    n_kv_head : int
+    num_kv_heads : int
         Number of key/value heads.
     head_width : int
         Width of a key.
@@ -50,8 +50,8 @@ class KVCache:
     A call that fails, for want of memory too, leaves the cache as it was.
 
     Room behind the end of a sequence is never read, and never written before it is needed.
-    `copy.deepcopy` gives a cache of its own, and several threads may call `attend` on one cache;
-    a call that changes the cache must run alone.
+    `copy.copy`, `copy.deepcopy` and `pickle` give a cache of its own, and several threads may call
+    `attend` on one cache; a call that changes the cache must run alone.
 
     Examples
     --------
@@ -59,7 +59,7 @@ class KVCache:
 
     >>> import numpy as np, mha_fast
     >>> rng = np.random.default_rng(0)
-    >>> cache = mha_fast.KVCache(n_batch=2, n_kv_head=4, head_width=64)
+    >>> cache = mha_fast.KVCache(n_batch=2, num_kv_heads=4, head_width=64)
     >>> for n_token in (100, 50, 1, 1, 1):
     ...     query = rng.standard_normal((2, 8, n_token, 64), dtype=np.float32)
     ...     key, value = rng.standard_normal((2, 2, 4, n_token, 64), dtype=np.float32)
@@ -72,7 +72,7 @@ class KVCache:
     def __init__(
         self,
         n_batch: int,
-        n_kv_head: int,
+        num_kv_heads: int,
         head_width: int,
         value_width: int | None = None,
         *,
@@ -80,7 +80,7 @@ class KVCache:
         capacity: int = 0,
     ) -> None:
         n_batch = _checks.size("n_batch", n_batch)
-        n_kv_head = _checks.size("n_kv_head", n_kv_head)
+        n_kv_head = _checks.size("num_kv_heads", num_kv_heads)
         head_width = _checks.size("head_width", head_width)
         value_width = (
             head_width if value_width is None else _checks.size("value_width", value_width)
@@ -88,6 +88,8 @@ class KVCache:
         capacity, dtype = _checks.size("capacity", capacity), _checks.float_dtype(dtype)
         self._key = empty((n_batch, n_kv_head, capacity, head_width), dtype)
         self._value = empty((n_batch, n_kv_head, capacity, value_width), dtype)
+        self._first = 0  # row of the first token that is kept, of all sequences
+        self._dropped = np.zeros(n_batch, np.int64)  # replaced by each change, as the lengths are
         self._begun = n_batch == 0  # whether anything was ever appended
         self._lengths = np.zeros(n_batch, np.int64)  # replaced by each change, never written to
 
@@ -100,9 +102,35 @@ class KVCache:
         A record of this moment: later calls leave it as it is, so it can be kept to
         `truncate` to.
         """
-        view = self._lengths.view()
-        view.flags.writeable = False
-        return view
+        return _read_only(self._lengths)
+
+    @property
+    def dropped(self) -> Array:
+        """Number of tokens that `drop_oldest` took from each sequence, (n_batch,), read-only.
+
+        Also the position, among all tokens there ever were, of the first one that is kept.
+        """
+        return _read_only(self._dropped)
+
+    @property
+    def n_batch(self) -> int:
+        """Number of sequences."""
+        return self._key.shape[0]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Number of key/value heads."""
+        return self._key.shape[1]
+
+    @property
+    def head_width(self) -> int:
+        """Width of a key."""
+        return self._key.shape[3]
+
+    @property
+    def value_width(self) -> int:
+        """Width of a value."""
+        return self._value.shape[3]
 
     @property
     def capacity(self) -> int:
@@ -115,14 +143,14 @@ class KVCache:
 
         Rows behind the end of a shorter sequence hold anything. Writing to the view changes the
         cache. Growth, and `reorder` to another number of sequences, move the cache elsewhere and
-        leave the view behind.
+        leave the view behind; `drop_oldest` moves what is kept.
         """
-        return self._key[:, :, : self._longest]
+        return self._key[:, :, self._first : self._first + self._longest]
 
     @property
     def values(self) -> Array:
         """View of the values, (n_batch, n_kv_head, longest length, value_width), like `keys`."""
-        return self._value[:, :, : self._longest]
+        return self._value[:, :, self._first : self._first + self._longest]
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -138,7 +166,7 @@ class KVCache:
         n_batch, n_kv_head, capacity, head_width = self._key.shape
         lengths = np.array2string(self._lengths, threshold=16, edgeitems=3, max_line_width=10**6)
         return (
-            f"KVCache(n_batch={n_batch}, n_kv_head={n_kv_head}, head_width={head_width}, "
+            f"KVCache(n_batch={n_batch}, num_kv_heads={n_kv_head}, head_width={head_width}, "
             f"value_width={self._value.shape[-1]}, dtype={self.dtype}, capacity={capacity}, "
             f"lengths={lengths})"
         )
@@ -168,7 +196,8 @@ class KVCache:
         Notes
         -----
         When the capacity does not suffice it becomes twice what it was, or what is needed if
-        that is more. Over many calls a token is copied about once more.
+        that is more. Over many calls a token is copied about once more. Where tokens were dropped
+        and at most half of the capacity is needed, what is kept moves to the front instead.
         """
         n_batch, n_kv_head, _, head_width = self._key.shape
         tokens = (n_batch, n_kv_head, "tokens")
@@ -180,9 +209,13 @@ class KVCache:
         new = self._counts(counts, n_token)
         lengths = self._lengths + new
         needed = int(lengths.max(initial=0))
-        if needed > self.capacity:
-            self._move(np.arange(n_batch), max(needed, 2 * self.capacity))
-        spans = list(zip(self._lengths.tolist(), lengths.tolist(), strict=True))
+        if self._first + needed > self.capacity:
+            if needed <= self.capacity // 2:
+                self._to_the_front()
+            else:
+                self._move(np.arange(n_batch), max(needed, 2 * self.capacity))
+        before, after = self._first + self._lengths, self._first + lengths
+        spans = list(zip(before.tolist(), after.tolist(), strict=True))
         alike = len(set(spans)) == 1  # then one copy serves the batch
         for which, (first, end) in [(slice(None), spans[0])] if alike else enumerate(spans):
             self._key[which, ..., first:end, :] = key[which, ..., : end - first, :]
@@ -206,7 +239,7 @@ class KVCache:
 
         Notes
         -----
-        The capacity stays.
+        The capacity stays. A sequence of which nothing is left begins anew: its `dropped` is 0.
         """
         new = _checks.integers("lengths", lengths, self._lengths.shape, 0, self._longest)
         too_long = np.flatnonzero(new > self._lengths)
@@ -217,6 +250,67 @@ class KVCache:
                 "its present length"
             )
         self._lengths = new.copy()  # it may be the array of the caller
+        self._dropped = np.where(new == 0, 0, self._dropped)
+
+    def drop_oldest(self, counts: ArrayLike) -> None:
+        """Forget the first tokens of each sequence, as when a window has passed them.
+
+        Parameters
+        ----------
+        counts : int or int array (n_batch,)
+            How many tokens each sequence loses, at most its length.
+
+        Raises
+        ------
+        TypeError
+            No integers.
+        ValueError
+            A negative count, or one above the length of its sequence.
+        MemoryError
+            No memory for a buffer of at most a megabyte.
+
+        Notes
+        -----
+        `attend` then counts positions from the first token that is kept, which changes nothing in
+        what causal limits, windows and ALiBi do. Masks are those of the kept tokens. A layer goes on
+        counting the positions that its `position` gets: it adds `dropped`.
+
+        What all sequences lose costs nothing now, and over many calls one more copy of each token;
+        what some lose more than others moves their kept tokens. So decoding with a window takes
+        memory for at most four windows, however long it goes on::
+
+            cache.append(key, value)
+            out = cache.attend(query, window=(window, 0))
+            cache.drop_oldest(np.maximum(cache.lengths - window, 0))
+
+        Examples
+        --------
+        >>> import numpy as np, mha_fast
+        >>> cache = mha_fast.KVCache(n_batch=2, num_kv_heads=1, head_width=8)
+        >>> for _ in range(1000):
+        ...     token = np.ones((2, 1, 1, 8), np.float32)
+        ...     cache.append(token, token)
+        ...     cache.drop_oldest(np.maximum(cache.lengths - 16, 0))
+        >>> cache.lengths, cache.dropped, cache.capacity
+        (array([16, 16]), array([984, 984]), 64)
+        """
+        gone = _checks.integers("counts", counts, self._lengths.shape, 0, self._longest)
+        too_many = np.flatnonzero(gone > self._lengths)
+        if too_many.size:
+            i = too_many[0]
+            raise ValueError(
+                f"counts holds {gone[i]} for sequence {i}; expected at most {self._lengths[i]}, "
+                "its length"
+            )
+        lengths = self._lengths - gone
+        shared = int(gone.min(initial=int(gone.max(initial=0))))
+        more = np.flatnonzero(gone > shared)  # what these keep moves up to where the others begin
+        place = np.full(len(more), self._first + shared)
+        self._copy_rows(
+            more.tolist(), more.tolist(), lengths[more], self._first + gone[more], place
+        )
+        self._first = self._first + shared if lengths.any() else 0
+        self._lengths, self._dropped = lengths, self._dropped + gone
 
     def reorder(self, indices: ArrayLike) -> None:
         """Let sequence ``i`` become what sequence ``indices[i]`` is now, as in beam search.
@@ -247,12 +341,12 @@ class KVCache:
             raise ValueError(f"indices has shape {sources.shape}; expected one axis")
         n_batch = len(self._lengths)
         sources = _checks.integers("indices", sources, sources.shape, 0, n_batch - 1)
-        lengths = self._lengths[sources]
+        lengths, dropped = self._lengths[sources], self._dropped[sources]
         if len(sources) == n_batch:
             self._exchange(sources)
         else:
             self._move(sources, self.capacity)
-        self._lengths = lengths
+        self._lengths, self._dropped = lengths, dropped
 
     # ---- attention ----------------------------------------------------------------------------
 
@@ -395,28 +489,83 @@ class KVCache:
         for before, after in zip(old, new, strict=True):
             for target, source in enumerate(sources.tolist()):
                 n_token = self._lengths[source]
-                after[target, :, :n_token] = before[source, :, :n_token]
+                rows = slice(self._first, self._first + n_token)
+                after[target, :, :n_token] = before[source, :, rows]
         self._key, self._value = new
+        self._first = 0
 
-    def _exchange(self, sources: Array) -> None:
-        """Let sequence i be a copy of sequence sources[i], in place.
+    def _copy_rows(
+        self, targets: list[int], sources: list[int], lengths: Array, begins: Array, places: Array
+    ) -> None:
+        """Copy the rows of sequence sources[i] from begins[i] on to places[i] of targets[i].
 
-        Sequences may swap places, so the same rows of all are read before any is written.
+        In place: sequences may swap, and what moves within one goes to the front. The same rows of
+        all are read before any is written.
         """
-        targets = np.flatnonzero(sources != np.arange(len(sources))).tolist()
-        sources = sources[targets]
-        lengths = self._lengths[sources].tolist()
-        longest = max(lengths, default=0)
+        longest = int(lengths.max(initial=0))
+        moves = list(
+            zip(targets, sources, lengths.tolist(), begins.tolist(), places.tolist(), strict=True)
+        )
         arrays = (self._key, self._value)
-        buffers = [_buffer(x, len(targets), longest) for x in arrays]
+        buffers = [_buffer(x, len(moves), longest) for x in arrays]
         for array, buffer in zip(arrays, buffers, strict=True):
             step = buffer.shape[2]
             for start in range(0, longest, step):
-                counts = [min(max(n - start, 0), step) for n in lengths]
-                for i, (source, count) in enumerate(zip(sources.tolist(), counts, strict=True)):
-                    buffer[i, :, :count] = array[source, :, start : start + count]
-                for i, (target, count) in enumerate(zip(targets, counts, strict=True)):
-                    array[target, :, start : start + count] = buffer[i, :, :count]
+                counts = [min(max(n - start, 0), step) for _, _, n, _, _ in moves]
+                for i, (_, source, _, begin, _) in enumerate(moves):
+                    row = begin + start
+                    buffer[i, :, : counts[i]] = array[source, :, row : row + counts[i]]
+                for i, (target, _, _, _, place) in enumerate(moves):
+                    row = place + start
+                    array[target, :, row : row + counts[i]] = buffer[i, :, : counts[i]]
+
+    def _exchange(self, sources: Array) -> None:
+        """Let sequence i be a copy of sequence sources[i], in place."""
+        targets = np.flatnonzero(sources != np.arange(len(sources)))
+        sources = sources[targets]
+        first = np.full(len(targets), self._first)
+        lengths = self._lengths[sources]
+        self._copy_rows(targets.tolist(), sources.tolist(), lengths, first, first)
+
+    def _to_the_front(self) -> None:
+        """Let the kept tokens begin at row 0."""
+        all_of_them = list(range(self.n_batch))
+        first = np.full(self.n_batch, self._first)
+        self._copy_rows(all_of_them, all_of_them, self._lengths, first, np.zeros_like(first))
+        self._first = 0
+
+    def _take_back(self, lengths: Array) -> None:
+        """Forget what was appended since the sequences had these lengths."""
+        self._lengths = lengths
+
+    # ---- copies -------------------------------------------------------------------------------
+
+    def __copy__(self) -> Self:
+        """Make a cache of its own: one that shared memory would be changed by this one's tokens."""
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        other._move(np.arange(self.n_batch), self.capacity)
+        return other
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is kept, without the memory around it."""
+        state = {**self.__dict__, "_capacity": self.capacity, "_first": 0}
+        behind = np.arange(self._longest) >= self._lengths[:, None]
+        for name, rows in (("_key", self.keys), ("_value", self.values)):
+            state[name] = np.where(behind[:, None, :, None], np.zeros((), self.dtype), rows)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Make room as there was."""
+        capacity = state.pop("_capacity")
+        self.__dict__.update(state)
+        self._move(np.arange(self.n_batch), capacity)
+
+
+def _read_only(numbers: Array) -> Array:
+    view = numbers.view()
+    view.flags.writeable = False
+    return view
 
 
 def _buffer(array: Array, n_sequence: int, longest: int) -> Array:

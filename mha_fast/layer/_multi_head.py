@@ -546,7 +546,7 @@ class MultiHeadAttention:
             result = attention(*heads, **passed)
         else:
             if self.position is not None:
-                positions = _inputs.positions_from(cache.lengths, n_query)
+                positions = _inputs.positions_from(cache.lengths + cache.dropped, n_query)
                 self._put_in_position(heads, positions, positions)
             result = _attend_cached(cache, heads, passed | {"counts": counts})
         projected = self._parameters.output(joined, out)
@@ -899,5 +899,5 @@ def _attend_cached(
     try:
         return cache.attend(query, **options)
     except BaseException:
-        cache.truncate(before)
+        cache._take_back(before)
         raise
