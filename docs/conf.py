@@ -1,16 +1,12 @@
 """How Sphinx builds these pages: ``sphinx-build -W docs build/docs``."""
 
-from importlib import metadata, util
+from importlib import metadata
 
 project = "mha_fast"
 release = metadata.version("mha_fast")
 copyright = "the mha_fast authors"
 
 extensions = ["sphinx.ext.autodoc", "sphinx.ext.autosummary", "numpydoc"]
-# Signatures of the bridges to large packages can be shown without these.
-autodoc_mock_imports = [
-    name for name in ("torch", "transformers", "jax") if util.find_spec(name) is None
-]
 autosummary_generate = False  # the tables link to the entries below them
 default_role = "py:obj"  # what single backticks mean in numpydoc docstrings
 autodoc_typehints = "none"  # the docstrings say it in words
