@@ -12,6 +12,7 @@
     KVCache            keys and values of growing sequences, for decoding
     onnx               the ONNX operator Attention (import mha_fast.onnx; needs the extra "onnx")
     torch              PyTorch and Transformers (import mha_fast.torch; needs the extra "torch")
+    jax                JAX's dot_product_attention (import mha_fast.jax; needs the extra "jax")
     dask               attention over dask arrays (import mha_fast.dask; needs the extra "dask")
     heads              classify, rank and prune heads by those measurements
     minilm, pictures   a real network in NumPy, and pictures of its heads (import them by name)

@@ -1,6 +1,7 @@
 """The pages in docs/: their examples print what the pages show, and nothing public is left out."""
 
 import doctest
+import importlib
 import re
 from pathlib import Path
 
@@ -80,15 +81,18 @@ def test_api_reference_is_complete():
     public |= {f"{layer.__name__}.{name}" for name in layer.__all__ if name not in mha_fast.__all__}
 
     documented = documented_names()
-    assert {name for name in documented if not name.startswith("mha_fast.torch.")} == public
+    bridges = ("mha_fast.torch.", "mha_fast.jax.")
+    assert {name for name in documented if not name.startswith(bridges)} == public
 
 
-def test_api_reference_of_torch_is_complete():
-    pytest.importorskip("torch", reason="mha_fast.torch needs torch")
-    import mha_fast.torch
+@pytest.mark.parametrize("package", ["torch", "jax"])
+def test_api_reference_of_a_bridge_is_complete(package):
+    pytest.importorskip(package, reason=f"mha_fast.{package} needs {package}")
+    bridge = importlib.import_module(f"mha_fast.{package}")
 
-    documented = {name for name in documented_names() if name.startswith("mha_fast.torch.")}
-    assert documented == {f"mha_fast.torch.{name}" for name in mha_fast.torch.__all__}
+    start = f"mha_fast.{package}."
+    documented = {name for name in documented_names() if name.startswith(start)}
+    assert documented == {start + name for name in bridge.__all__}
 
 
 def test_pictures_are_there_and_small():
