@@ -2,11 +2,18 @@
 
     python -m bench.guard NEW.json                     against bench/baseline.json
     python -m bench.guard BASELINE.json NEW.json       against another run
-    python -m bench.guard --record NEW.json            make NEW.json the new bench/baseline.json
+    python -m bench.guard --record NEW.json            take what is better into bench/baseline.json
 
 Both kinds of file will do as a baseline: what pytest-benchmark writes, and the small file of
-ratios that ``--record`` makes from it. Exit status: 0 nothing fell, 1 a case fell by more than
-the tolerance or is missing, 2 wrong usage or a file that cannot be used.
+ratios that ``--record`` makes from it. That one holds the best ratio that each case ever had on the
+machine, so that falls do not add up unseen; ``--record --anew`` forgets them, for another machine or
+for a fall that is wanted.
+
+Each case was measured several times. Where these ratios lie far apart the machine was busy, and
+nothing is said about the case.
+
+Exit status: 0 nothing fell, 1 a case fell by more than the tolerance or is missing, 2 wrong usage
+or a file that cannot be used, 3 nothing fell for certain but the machine was busy.
 """
 
 import argparse
@@ -14,7 +21,7 @@ import json
 import math
 import sys
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
@@ -30,10 +37,14 @@ class BadFile(Exception):
 
 @dataclass(frozen=True)
 class Run:
-    """Per case, how many times faster than NumPy; and on which machine."""
+    """Per case, how many times faster than NumPy, and how far apart its repeats lie.
+
+    The spread is how far the least is below the largest, as a share; nothing for a recorded run.
+    """
 
     ratios: dict[str, float]
     machine: dict[str, object]
+    spreads: dict[str, float] = field(default_factory=dict)
 
 
 def read_run(path: Path) -> Run:
@@ -77,11 +88,13 @@ def _run_from_report(report):
         case, contender = info["case"], info["contender"]
         seconds = _positive(benchmark["stats"]["min"], f"the time of {contender} in {case}")
         shortest[case][info["repeat"]][contender] = seconds
-    ratios = {
-        case: median(_ratio(case, pair) for pair in repeats.values())
+    repeated = {
+        case: [_ratio(case, pair) for pair in repeats.values()]
         for case, repeats in shortest.items()
     }
-    return Run(ratios, dict(report["machine_info"]["mha_fast"]))
+    ratios = {case: median(found) for case, found in repeated.items()}
+    spreads = {case: 1 - min(found) / max(found) for case, found in repeated.items()}
+    return Run(ratios, dict(report["machine_info"]["mha_fast"]), spreads)
 
 
 def _ratio(case, seconds):
@@ -107,21 +120,34 @@ class Verdict:
     after: float | None
     failed: bool
     word: str
+    busy: bool = False
 
 
-def judge(baseline: Run, new: Run, tolerance: float) -> list[Verdict]:
-    """Compare case by case; a fall by more than `tolerance` of the old ratio fails."""
+def judge(baseline: Run, new: Run, tolerance: float, most_spread: float = 0.25) -> list[Verdict]:
+    """Compare case by case; a fall by more than `tolerance` of the old ratio fails.
+
+    A case whose repeats spread by more than `most_spread` is not judged.
+    """
     cases = dict.fromkeys([*baseline.ratios, *new.ratios])  # a set that keeps the order
     return [
-        _verdict(case, baseline.ratios.get(case), new.ratios.get(case), tolerance) for case in cases
+        _verdict(
+            case,
+            baseline.ratios.get(case),
+            new.ratios.get(case),
+            tolerance,
+            new.spreads.get(case, 0) > most_spread,
+        )
+        for case in cases
     ]
 
 
-def _verdict(case, before, after, tolerance):
+def _verdict(case, before, after, tolerance, busy):
     if after is None:
         return Verdict(case, before, after, True, "MISSING")
     if before is None:
         return Verdict(case, before, after, False, "new, not compared")
+    if busy:
+        return Verdict(case, before, after, False, "not judged, the machine was busy", True)
     if after < before * (1 - tolerance):
         return Verdict(case, before, after, True, "FELL")
     return Verdict(case, before, after, False, "ok")
@@ -156,6 +182,20 @@ def different_settings(baseline: Run, new: Run) -> list[str]:
     ]
 
 
+def best_of(before: Run, new: Run) -> Run:
+    """Per case the better ratio of two runs; cases that `new` does not have are gone.
+
+    Raises
+    ------
+    BadFile
+        The runs were made on different machines or with different settings.
+    """
+    if notes := different_settings(before, new):
+        raise BadFile("\n".join([*notes, "the best of both means nothing; --anew begins again"]))
+    ratios = {case: max(ratio, before.ratios.get(case, 0)) for case, ratio in new.ratios.items()}
+    return Run(ratios, new.machine)
+
+
 def record(run: Run, path: Path) -> None:
     """Write the ratios of `run`, and what they were measured on, to `path`."""
     ratios = {case: round(ratio, 3) for case, ratio in run.ratios.items()}
@@ -183,7 +223,14 @@ def _parse(arguments):
         "--tolerance", type=_fraction, default=0.3, metavar="FRACTION",
         help="how much of the old ratio may be lost (default: 0.3)",
     )  # fmt: skip
-    parser.add_argument("--record", type=Path, metavar="NEW.json", help="make a baseline of a run")
+    parser.add_argument(
+        "--spread", type=_fraction, default=0.25, metavar="FRACTION",
+        help="how far a case's least ratio may be below its largest (default: 0.25)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--record", type=Path, metavar="NEW.json", help="take what is better into the baseline"
+    )
+    parser.add_argument("--anew", action="store_true", help="--record all of it, better or not")
     parser.add_argument(
         "--output", type=Path, default=RECORDED, metavar="PATH",
         help="where --record writes (default: bench/baseline.json)",
@@ -191,6 +238,8 @@ def _parse(arguments):
     options = parser.parse_args(arguments)
     if options.record is None and len(options.files) not in (1, 2):
         parser.error("expected NEW.json or BASELINE.json NEW.json")
+    if options.anew and options.record is None:
+        parser.error("--anew goes with --record")
     if options.record is not None and options.files:
         parser.error("--record takes one file and compares nothing")
     return options
@@ -202,6 +251,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if options.record is not None:
             run = read_run(options.record)
+            if options.output.exists() and not options.anew:
+                run = best_of(read_run(options.output), run)
             record(run, options.output)
             print(f"{options.output}: recorded {len(run.ratios)} ratios")
             return 0
@@ -209,7 +260,7 @@ def main(arguments: list[str] | None = None) -> int:
     except BadFile as error:
         print(f"guard: {error}", file=sys.stderr)
         return 2
-    verdicts = judge(baseline, new, options.tolerance)
+    verdicts = judge(baseline, new, options.tolerance, options.spread)
     print("times faster than NumPy in the same run")
     print(table(verdicts))
     for note in different_settings(baseline, new):
@@ -217,7 +268,10 @@ def main(arguments: list[str] | None = None) -> int:
     n_failed = sum(verdict.failed for verdict in verdicts)
     if n_failed:
         print(f"{n_failed} failed: fell by more than {options.tolerance:.0%}, or missing")
-    return 1 if n_failed else 0
+    n_busy = sum(verdict.busy for verdict in verdicts)
+    if n_busy:
+        print(f"{n_busy} not judged: measure again when nothing else runs")
+    return 1 if n_failed else 3 if n_busy else 0
 
 
 if __name__ == "__main__":

@@ -44,7 +44,8 @@ enum { OSXSAVE = 1 << 27, YMM_STATE = 0x06, ZMM_STATE = 0xe6, TILE_STATE = 3 << 
 
 static const struct {
     uint32_t feature, state;
-    int leaf, part, from, bit;
+    uint32_t leaf, part;
+    int from, bit;
 } known[] = {
     {MHA_CPU_AVX2, YMM_STATE, 7, 0, EBX, 5},        {MHA_CPU_FMA, YMM_STATE, 1, 0, ECX, 12},
     {MHA_CPU_F16C, YMM_STATE, 1, 0, ECX, 29},       {MHA_CPU_AVX512F, ZMM_STATE, 7, 0, EBX, 16},

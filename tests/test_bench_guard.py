@@ -86,11 +86,47 @@ def test_guard_names_a_case_that_the_baseline_does_not_know(tmp_path, before, ca
 
 @pytest.mark.parametrize(
     ("repeats", "status"),
-    [([(6.0, 2.0), (6.0, 6.0), (6.0, 2.0)], 0), ([(6.0, 6.0), (6.0, 2.0), (6.0, 6.0)], 1)],
+    [([(6.0, 2.0), (6.0, 2.4), (6.0, 2.0)], 0), ([(6.0, 2.4), (6.0, 2.0), (6.0, 2.4)], 1)],
 )
 def test_guard_takes_the_median_of_the_repeats(tmp_path, before, repeats, status):
     now = write_report(tmp_path / "now.json", {"a": repeats, "b": [(1.0, 0.5)]})
-    assert guard_status(before, now) == status
+    assert guard_status(before, now, "--tolerance", "0.1") == status
+
+
+def test_guard_does_not_judge_what_a_busy_machine_measured(tmp_path, before, capsys):
+    """Whether the median fell or not; what was measured in peace is still judged."""
+    for repeats in ([(6.0, 2.0), (6.0, 6.0), (6.0, 2.0)], [(6.0, 6.0), (6.0, 2.0), (6.0, 6.0)]):
+        now = write_report(tmp_path / "now.json", {"a": repeats, "b": [(1.0, 0.5)]})
+        assert guard_status(before, now) == 3
+        assert re.search(
+            r"^a .* not judged, the machine was busy$", capsys.readouterr().out, re.MULTILINE
+        )
+        assert guard_status(before, now, "--spread", "0.99") in (0, 1)
+        fell = write_report(tmp_path / "fell.json", {"a": repeats, "b": [(1.0, 0.9)]})
+        assert guard_status(before, fell) == 1
+
+
+def test_guard_falls_in_small_steps_do_not_add_up_unseen(tmp_path):
+    """From 3 to 2.4 to 1.9: each step is within the tolerance, the second is not of the best."""
+    recorded = tmp_path / "baseline.json"
+    for step, (ours, status) in enumerate([(2.0, 0), (2.5, 0), (3.15, 1)]):
+        run = write_report(tmp_path / f"{step}.json", {"a": [(6.0, ours)], "b": [(1.0, 0.5)]})
+        if step:
+            assert guard_status(recorded, run) == status
+        assert guard_status("--record", run, "--output", recorded) == 0
+        assert json.loads(recorded.read_text())["ratios"] == {"a": 3.0, "b": 2.0}
+    assert guard_status("--record", run, "--output", recorded, "--anew") == 0
+    assert json.loads(recorded.read_text())["ratios"] == {"a": 1.905, "b": 2.0}
+
+
+def test_guard_does_not_mix_the_best_of_two_machines(tmp_path, before, capsys):
+    recorded = tmp_path / "baseline.json"
+    assert guard_status("--record", before, "--output", recorded) == 0
+    other = write_report(tmp_path / "other.json", {"a": [(6.0, 1.0)]}, isa="avx512")
+    content = recorded.read_text()
+    assert guard_status("--record", other, "--output", recorded) == 2
+    assert "--anew" in capsys.readouterr().err
+    assert recorded.read_text() == content
 
 
 def test_guard_says_when_the_runs_were_not_made_alike(tmp_path, before, capsys):
