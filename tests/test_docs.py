@@ -34,6 +34,9 @@ def test_examples_print_what_the_page_shows(page):
     if "minilm.load()" in page.read_text(encoding="utf-8"):
         for package in NETWORK_PACKAGES:
             pytest.importorskip(package, reason=f"the network's weights need {package}")
+    for package in ("torch", "transformers", "jax"):
+        if f"import {package}" in page.read_text(encoding="utf-8"):
+            pytest.importorskip(package, reason=f"the page needs {package}")
     report = []
 
     failed, _ = doctest.DocTestRunner(verbose=False).run(examples(page), out=report.append)
