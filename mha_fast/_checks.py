@@ -115,6 +115,26 @@ def finite_above_0(name: str, value: Any) -> float:
     return result
 
 
+def within_range(
+    name: str, value: Any, dtype: Any, *, times: float = 1, above_0: bool = False
+) -> None:
+    """Refuse finite numbers that, `times` as large, the dtype of the arithmetic would make infinite.
+
+    With `above_0` also those that it would make 0, or hold with few bits.
+    """
+    if dtype is np.float64 and times == 1 and not above_0:
+        return
+    limits = np.finfo(dtype)
+    most, least = float(limits.max) / times, float(limits.tiny) if above_0 else 0.0
+    for number in np.abs(np.asarray(value, np.float64)).flat if np.ndim(value) else (abs(value),):
+        if not (least <= number <= most) and math.isfinite(number):
+            low = f"{least:.3g} to " if above_0 else "at most "
+            raise ValueError(
+                f"{name} is {number:.6g} in magnitude; expected {low}{most:.3g}, "
+                f"since the arithmetic is in {np.dtype(dtype).name}"
+            )
+
+
 def high_is_enough(precision: Any) -> bool:
     """Accept the two words; return whether it is the lower one."""
     if precision not in ("highest", "high"):

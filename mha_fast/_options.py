@@ -131,16 +131,21 @@ def _num_threads(call: "Call", value: Any) -> None:
 def _scale(call: "Call", value: Any) -> None:
     if value is not None:
         call.scale = _checks.finite("scale", value)
+        _checks.within_range("scale", call.scale, call.lse_dtype)
 
 
 def _softcap(call: "Call", value: Any) -> None:
     if value is not None:
         call.softcap = _checks.finite_above_0("softcap", value)
+        _checks.within_range("softcap", call.softcap, call.lse_dtype, above_0=True)
 
 
 def _alibi_slopes(call: "Call", value: Any) -> None:
     if value is not None:
         call.alibi_slopes = _checks.per_head("alibi_slopes", value, call.per_head, call.has_rows)
+        _checks.within_range(
+            "alibi_slopes", call.alibi_slopes, call.lse_dtype, times=4 * LARGEST_OFFSET
+        )
 
 
 def _sinks(call: "Call", value: Any) -> None:
@@ -151,6 +156,7 @@ def _sinks(call: "Call", value: Any) -> None:
 def _head_mask(call: "Call", value: Any) -> None:
     if value is not None:
         call.head_mask = _checks.per_head("head_mask", value, call.per_head, call.has_rows)
+        _checks.within_range("head_mask", call.head_mask, call.lse_dtype)
 
 
 # ---- dropout ------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ from cpython.buffer cimport (
     PyBUF_STRIDED_RO, PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer,
 )
 from cython.parallel cimport parallel, prange, threadid
-from libc.math cimport fabs
+from libc.math cimport fabs, floor, log2
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memset
@@ -322,24 +322,35 @@ cdef const mha_matrix_kernels *matrix_for(const mha_isa *isa, const mha_problem 
     """The matrix unit, where attention of these sizes may use it."""
     if (drops(p) or not 0 < p.head_width <= MAX_MATRIX_WIDTH or not 0 < p.value_width <= MAX_MATRIX_WIDTH
             # Beyond, the last terms of small keys, which the unit takes for 0, would show in the logits.
-            or fabs(scale) > 1e12):
+            or fabs(scale) > 1e12
+            # Numbers that are left out would meet the part of the scale that the queries have not taken up.
+            or 0 < fabs(scale) < 2.0**-32):
         return NULL
     return mha_matrix_for(isa, p.operand[MHA_QUERY].storage, high)
 
 
-cdef void choose_units(mha_problem *p, double scale, size_t item_size) noexcept:
-    """Keep scores raw and fold the scale into the exponential, unless something has to be added to the logits."""
-    cdef double exponent = fabs(scale) * LOG2_E
+cdef void choose_units(mha_problem *p, double scale, size_t item_size, bint folds) noexcept:
+    """Keep scores raw and fold the scale into the exponential, unless something has to be added to the logits.
+
+    With `folds`, the queries take up a power of two of a scale that is very small: dot products of large numbers would
+    overflow before it could act.
+    """
+    cdef double least_scale = 2.0**-32 if item_size == 4 else 2.0**-256
+    cdef double folded = 1, exponent
     cdef double most = 1e37 if item_size == 4 else 1e307  # what the type holds with room to spare
+    if folds and 0 < fabs(scale) < least_scale:
+        folded = 2.0**floor(log2(fabs(scale) / least_scale))
+        scale /= folded
+    exponent = fabs(scale) * LOG2_E
     p.natural = (p.softcap != 0 or p.alibi_slope != NULL or adds_mask(p)
                  or (scale != 0 and not 1 / most < exponent < most))
-    p.query_scale, p.score_scale, p.exp_scale, p.lse_scale = 1, 1, LOG2_E, 1
+    p.query_scale, p.score_scale, p.exp_scale, p.lse_scale = folded, 1, LOG2_E, 1
     if p.natural:
         p.score_scale = scale
     elif scale == 0:
         p.query_scale = 0
     else:
-        p.query_scale = 1 if scale > 0 else -1
+        p.query_scale = folded if scale > 0 else -folded
         p.exp_scale, p.lse_scale = exponent, fabs(scale)
 
 
@@ -505,7 +516,7 @@ cdef int set_options(Buffers buffers, call, size_t item_size) except -1:
     if call.dropout_p > 0:
         set_dropout(p, call.dropout_p, call.dropout_seed)
     p.grad_scale = call.scale
-    choose_units(p, call.scale, item_size)
+    choose_units(p, call.scale, item_size, not buffers.backward)
     return 0
 
 

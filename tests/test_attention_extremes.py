@@ -197,3 +197,55 @@ def test_few_rows_that_see_few_keys_need_little_memory(isa, options, tmp_path):
     process = run_python(code, tmp_path, MHA_FAST_ISA=isa.partition(", ")[0])
     # Partial results for all of the keys would take 33,000.
     assert int(process.stdout) < 4096, process.stderr
+
+
+# ---- options at the ends of the range -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("softcap", 1e39),
+        ("softcap", 1e-46),
+        ("scale", 1e39),
+        ("scale", -1e39),
+        ("alibi_slopes", [1e39, 0, 0, 0]),
+        ("alibi_slopes", [0, 0, -1e300, 0]),
+        ("head_mask", [1, 1e39, 0, 0]),
+    ],
+)
+def test_options_that_the_arithmetic_cannot_hold_are_refused(dtype, name, number):
+    query, key, value = (x.astype(dtype) for x in normal_inputs(np.float32))
+    options = {name: number}
+    if dtype == np.float64 and np.max(np.abs(number)) < 1e100:
+        assert np.isfinite(mha_fast.attention(query, key, value, **options)).all()
+        return
+    with pytest.raises(ValueError, match=name):
+        mha_fast.attention(query, key, value, **options)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("sizes", PATHS)
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}, {"attn_mask": np.float32(1)}])
+def test_a_small_scale_acts_before_large_numbers_overflow(isa, dtype, sizes, options):
+    largest = 1e20 if dtype == np.float32 else 1e160
+    query, key, value = normal_inputs(dtype, **sizes)
+    query, key, scale = query * dtype(largest), key * dtype(largest), largest**-2
+    result = mha_fast.attention(query, key, value, scale=scale, return_lse=True, **options)
+    wide = [x.astype(np.longdouble) for x in (query, key, value)]
+    right = reference._attention_in(np.longdouble, *wide, scale=scale, **options)
+    for got, wanted in zip(result, right, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=200 * np.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("sizes", PATHS)
+@pytest.mark.parametrize("scale", [5e36, 8e36, 3e38, 2e-38, 1e-45, -3e38])
+def test_a_scale_at_the_ends_of_the_range_acts(isa, sizes, scale):
+    query, key, value = normal_inputs(np.float32, **sizes)
+    factor = np.float32(2.0 ** -np.round(np.log2(abs(scale)) / 2))
+    query, key = query * factor, key * factor
+    out, lse = mha_fast.attention(query, key, value, scale=scale, return_lse=True)
+    right = reference.attention(query, key, value, scale=scale, return_lse=True)
+    np.testing.assert_allclose(out, right[0], rtol=0, atol=1e-4)
+    np.testing.assert_allclose(lse, right[1], rtol=0, atol=1e-4)

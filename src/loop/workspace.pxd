@@ -64,19 +64,17 @@ cdef inline size_t lay_out(workspace *w, void *base, const mha_problem *p, const
     cdef ptrdiff_t n_row = max(k.tile_rows if work.has_tiles else 0, MHA_MAX_DECODE_ROWS if work.has_decode else 0)
     cdef ptrdiff_t n_score = max(k.tile_rows * MHA_KEY_BLOCK if work.has_tiles else 0,
                                  MHA_MAX_DECODE_ROWS * MHA_KEY_SPLIT if work.has_decode else 0)
-    cdef ptrdiff_t i, n_sub = max(work.n_sub * work.n_task_head, work.n_matrix_sub), packed_size, sum_size, n_visible
+    cdef ptrdiff_t i, n_sub = max(work.n_sub * work.n_task_head, work.n_matrix_sub), packed_size, sum_size
     cdef sub_tile unplaced
     a.base, a.used = <size_t>base, 0
     packed_size = n_row * padded(k, p.head_width) * k.item_size
     sum_size = n_row * padded(k, p.value_width) * k.item_size
     if work.has_matrix:
         n_row = max(n_row, MHA_MATRIX_ROWS)
-        n_score = max(n_score, MHA_MATRIX_ROWS * work.matrix.block_keys)  # w.visible: of a whole block, where scores are short
+        # w.visible: of a whole block, where scores are short
+        n_score = max(n_score, MHA_MATRIX_ROWS * work.matrix.block_keys)
         packed_size = max(packed_size, MHA_MATRIX_ROWS * matrix_row_size(work.matrix, p.head_width))
         sum_size = max(sum_size, MHA_MATRIX_ROWS * chunks_of(p.value_width) * MHA_MATRIX_CHUNK * sizeof(float))
-    n_visible = n_score
-    if work.has_matrix:  # an item with short scores holds the keys of a whole block
-        n_visible = max(n_visible, MHA_MATRIX_ROWS * work.matrix.block_keys)
     w.cached.n_row = 0
     w.look, w.thread = NULL, 0
     w.sub = <sub_tile *>take(&a, n_sub * sizeof(sub_tile))
@@ -84,7 +82,7 @@ cdef inline size_t lay_out(workspace *w, void *base, const mha_problem *p, const
         lay_out_sub_tile(&w.sub[i] if base != NULL else &unplaced, &a, p, k, work, n_row, packed_size, sum_size)
     w.score = take(&a, n_score * k.item_size)
     w.bias = take(&a, n_score * k.item_size)
-    w.visible = take(&a, n_visible * k.item_size)
+    w.visible = take(&a, n_score * k.item_size)
     w.mask_work = take(&a, k.lanes * MHA_KEY_BLOCK * k.item_size)
     w.combine_work = take(&a, work.most_splits * k.item_size)
     w.block_maximum = take(&a, n_row * k.item_size)
