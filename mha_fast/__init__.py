@@ -8,6 +8,7 @@
     head_statistics    what each head looks at: entropy, confidence, offsets, ... without the weights
     merge_attention    one result from results over disjoint sets of keys
     MultiHeadAttention the layer: projections, heads, output; weights of torch, BERT and LLaMA
+    apply_rotary       the rotary embedding, for heads or as the position of a layer
     cost               parameters, multiply-adds and bytes of a layer, counted
     KVCache            keys and values of growing sequences, for decoding
     onnx               the ONNX operator Attention (import mha_fast.onnx; needs the extra "onnx")
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from ._merge import merge_attention
     from ._statistics import HeadStatistics, head_statistics
     from .cache import KVCache
-    from .layer import MultiHeadAttention
+    from .layer import MultiHeadAttention, apply_rotary
 
     __version__: str
 
@@ -56,6 +57,7 @@ __all__ = [
     "HeadStatistics",
     "KVCache",
     "MultiHeadAttention",
+    "apply_rotary",
     "attention",
     "attention_backward",
     "attention_varlen",
@@ -76,6 +78,7 @@ _LATER = {
     "HeadStatistics": "_statistics",
     "KVCache": "cache",
     "MultiHeadAttention": "layer",
+    "apply_rotary": "layer",
     "attention_backward": "_gradients",
     "attention_varlen_backward": "_gradients",
     "cost": "",

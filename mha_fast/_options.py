@@ -274,6 +274,7 @@ class Options:
     """The options that one function takes: those of a `TypedDict`."""
 
     def __init__(self, names: type, *, has_value: bool = True) -> None:
+        self._function = ""  # its qualified name, for errors
         self.has_value = has_value  # whether the function takes values at all
         own: frozenset[str] = names.__optional_keys__  # type: ignore[attr-defined]
         self.options = tuple(option for option in OPTIONS if option.name in own)
@@ -305,7 +306,11 @@ class Options:
         return unknown_option(self._function, name, self._taken)
 
     def shown(self, function: Function) -> Function:
-        """Give the function a signature for `help` in which its options are spelt out."""
+        """Give the function a signature for `help` in which its options are spelt out.
+
+        Its name goes into the errors of this object, which is therefore of one function only.
+        """
+        assert not self._function, self._function
         mine = list(inspect.signature(function).parameters.values())[:-1]  # but for **options
         keyword = inspect.Parameter.KEYWORD_ONLY
         mine += [inspect.Parameter(name, keyword, default=value) for name, value, _ in self.options]
@@ -325,3 +330,6 @@ WEIGHTS = Options(WeightsOptions, has_value=False)
 STATISTICS = Options(StatisticsOptions, has_value=False)
 CACHED = Options(CachedOptions)
 LAYER = Options(LayerOptions)
+LAYER_TRAINING = Options(BackwardOptions)
+LAYER_WEIGHTS = Options(WeightsOptions, has_value=False)
+LAYER_STATISTICS = Options(StatisticsOptions, has_value=False)

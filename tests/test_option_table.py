@@ -13,6 +13,8 @@ from mha_fast._options import (
     BACKWARD,
     CACHED,
     LAYER,
+    LAYER_STATISTICS,
+    LAYER_WEIGHTS,
     OPTIONS,
     STATISTICS,
     VARLEN,
@@ -62,6 +64,16 @@ FUNCTIONS = {
         "self query key value cache counts",
         _DROPOUT,
     ),
+    "MultiHeadAttention.attention_weights": (
+        mha_fast.MultiHeadAttention.attention_weights,
+        "self query key queries heads",
+        f"precision out {_DROPOUT}",
+    ),
+    "MultiHeadAttention.head_statistics": (
+        mha_fast.MultiHeadAttention.head_statistics,
+        f"self {_MEASURED}",
+        f"head_mask return_lse precision out {_DROPOUT}",
+    ),
     "reference.attention": (reference.attention, _QKV, ""),
     "reference.head_statistics": (
         reference.head_statistics,
@@ -80,6 +92,8 @@ TYPED = {
     "head_statistics": STATISTICS,
     "KVCache.attend": CACHED,
     "MultiHeadAttention": LAYER,
+    "MultiHeadAttention.attention_weights": LAYER_WEIGHTS,
+    "MultiHeadAttention.head_statistics": LAYER_STATISTICS,
 }
 TAKEN = [
     (function, name)
@@ -157,9 +171,9 @@ def call(function, **options):
         cache = mha_fast.KVCache(2, 4, 8)
         cache.append(x, x)
         return cache.attend(x, **options)
-    if function == "MultiHeadAttention":
-        layer = mha_fast.MultiHeadAttention(32, 4, seed=0)
-        return layer(np.ones((2, 3, 32), np.float32), **options)
+    if function.startswith("MultiHeadAttention"):
+        layer, tokens = mha_fast.MultiHeadAttention(32, 4, seed=0), np.ones((2, 3, 32), np.float32)
+        return FUNCTIONS[function][0](layer, tokens, **options)
     if "varlen" in function:
         rows, ends = x.reshape(-1, 4, 8), [0, 2, 6]
         arrays = [rows] * 5 + [rows[..., 0]] if "backward" in function else [rows] * 3

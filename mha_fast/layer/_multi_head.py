@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from .. import _checks
 from .._attention import attention
-from .._options import BACKWARD, LAYER, BackwardOptions, LayerOptions
+from .._options import LAYER, LAYER_TRAINING, BackwardOptions, LayerOptions
 from .._typing import Array, ArrayLike, Index
 from ..cache import KVCache
 from . import _inputs, _training, _weights
@@ -18,12 +18,13 @@ from ._inputs import Position
 from ._parameters import Parameters
 from ._sizes import KEY, QUERY, VALUE, LayerSizes, check_sizes
 from ._training import Activations
+from ._views import HeadViews
 from ._weights import Init, Module, Seed, Style
 
 _PARAMETERS = ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "b_O")
 
 
-class MultiHeadAttention:
+class MultiHeadAttention(HeadViews):
     """Multi-head attention with its projections: ``concat(head_1, …, head_n) @ W_O + b_O``.
 
     Head i is ``attention(query @ W_Q[i] + b_Q[i], key @ W_K[j] + b_K[j], value @ W_V[j] + b_V[j])``
@@ -66,7 +67,7 @@ class MultiHeadAttention:
         ones each time.
     position : callable, optional
         Called as ``position(heads, positions)`` with query heads and with key heads, and returns
-        what to use in their place, of the same shape and dtype: the place for a rotary embedding.
+        what to use in their place, of the same shape and dtype: a rotary embedding, see `apply_rotary`.
         `heads` is (..., heads, n_token, head_width), and `positions` are ints that broadcast to
         all its axes but the last. Keys count from 0, queries from `query_offset`; with a cache both
         count from the length of their sequence.
@@ -255,8 +256,8 @@ class MultiHeadAttention:
         prefix : str
             As in `from_torch`, like ``"model.layers.0.self_attn"``.
         position : callable, optional
-            The rotary embedding, as for `MultiHeadAttention`. These models were trained with one,
-            the layer brings none, and without it the result is not the model's.
+            The rotary embedding, as for `MultiHeadAttention`: `apply_rotary`, or a partial of it with
+            another base. These models were trained with one, and without it the result is not theirs.
 
         Returns
         -------
@@ -269,20 +270,13 @@ class MultiHeadAttention:
 
         Examples
         --------
-        A rotary embedding that turns feature i together with feature i + width / 2, as these
-        tensors expect:
+        With the rotary embedding of these tensors, whose base the model's configuration tells:
 
-        >>> import numpy as np
-        >>> def rotary(heads, positions, base=10000.0):
-        ...     half = heads.shape[-1] // 2
-        ...     angle = positions[..., None] * base ** -(np.arange(half) / half)
-        ...     cos, sin = np.cos(angle), np.sin(angle)
-        ...     first, second = heads[..., :half], heads[..., half:]
-        ...     turned = [first * cos - second * sin, second * cos + first * sin]
-        ...     return np.concatenate(turned, axis=-1).astype(heads.dtype)
+        >>> import numpy as np, mha_fast
         >>> rng = np.random.default_rng(0)
         >>> shapes = {"q_proj": (64, 64), "k_proj": (16, 64), "v_proj": (16, 64), "o_proj": (64, 64)}
         >>> tensors = {f"{name}.weight": rng.normal(0, 0.1, n) for name, n in shapes.items()}
+        >>> rotary = mha_fast.apply_rotary
         >>> MultiHeadAttention.from_llama(tensors, num_heads=8, position=rotary).num_kv_heads
         2
         """
@@ -566,7 +560,7 @@ class MultiHeadAttention:
         named = {name: getattr(self, name) for name in _PARAMETERS}
         return {name: x for name, x in named.items() if x is not None}
 
-    @BACKWARD.shown
+    @LAYER_TRAINING.shown
     def forward_saving(
         self,
         query: ArrayLike,
@@ -618,7 +612,7 @@ head_mask, precision, num_threads
         >>> loss(layer(tokens, is_causal=True)) < loss(out)
         True
         """
-        BACKWARD.check_names(options)
+        LAYER_TRAINING.check_names(options)
         passed: dict[str, Any] = {**options, "attn_mask": attn_mask}
         inputs = _inputs.of_attention(self._sizes, self.dtype, query, key, value)
         batch_shape = _inputs.batch_shape(inputs)
