@@ -8,8 +8,6 @@ in that of the case.
 import numpy as np
 
 from mha_fast import reference
-from mha_fast.reference import _backward as formula_parts
-from mha_fast.reference import _scores as scores_of
 
 
 def attention(dtype, **call):
@@ -133,10 +131,10 @@ def backward_units(*, query, key, value, out, lse, grad_out, wanted, attn_mask=N
         delta = ((do * o).sum(axis=-1) + dlse)[..., None]
         grad_scores = weights * (gate * grad_kept + delta)
         n_query, n_key = scores.shape[-2:]
-        far = np.abs(scores_of.positions(
+        far = np.abs(reference._scores.positions(
             n_query, n_key, score_options.get("query_offset", 0), score_options.get("kv_lengths")
         ) - np.arange(n_key)).astype(float)  # fmt: skip
-        scale = abs(float(scores_of.score_scale(score_options.get("scale"), q.shape[-1])))
+        scale = abs(float(reference._scores.score_scale(score_options.get("scale"), q.shape[-1])))
         sums = {
             "query": scale * (grad_scores @ np.abs(k)),
             "key": scale * (np.swapaxes(grad_scores, -1, -2) @ np.abs(q)),
@@ -150,10 +148,12 @@ def backward_units(*, query, key, value, out, lse, grad_out, wanted, attn_mask=N
             weight = np.exp(np.minimum(sink - lse[..., None], 0))
             sums["sinks"] = (weight * delta).sum(axis=(-2, -1))
     for name in ("key", "value"):
-        sums[name] = formula_parts._sum_group(sums[name], n_kv_head)
+        sums[name] = reference._backward._sum_group(sums[name], n_kv_head)
     return [
         float(
-            np.nan_to_num(formula_parts._sum_to(sums[name], np.shape(owned[name]))).max(initial=0)
+            np.nan_to_num(reference._backward._sum_to(sums[name], np.shape(owned[name]))).max(
+                initial=0
+            )
         )
         for name in wanted
     ]
