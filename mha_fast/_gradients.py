@@ -6,6 +6,7 @@ the shape of its own argument; then, for the numbers per head, the last sums.
 
 import math
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, Unpack
 
@@ -105,6 +106,7 @@ dropout_p, dropout_seed
     given = {"query": query, "key": key, "value": value, "attn_mask": attn_mask, **options}
     names = _wanted(wanted, given)
     what = _forward_results(call, grad_out, out, lse, grad_lse)
+    _make_up_for_coarse_lse(call, what)
     return _compute(call, what, names, given)
 
 
@@ -169,6 +171,7 @@ dropout_seed
     given = {"query": query, "key": key, "value": value, "attn_mask": None, **options}
     names = _wanted(wanted, given)
     what = _forward_results(call, grad_out, out, lse, grad_lse)
+    _make_up_for_coarse_lse(call, what)
     return _compute(call, what, names, given)
 
 
@@ -243,6 +246,49 @@ def _fitting(name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype[Any], li
     if array.shape != shape:
         raise ValueError(f"{name} has shape {array.shape}; expected {shape}")
     return array
+
+
+# ---- where lse is large -------------------------------------------------------------------------
+
+# From this rounding error of an lse on, the sums of the weights that follow from it are looked at.
+_COARSE = 2.0**-12
+
+
+def _make_up_for_coarse_lse(call: _arguments.Call, what: Gradients) -> None:
+    """Let weights that would sum to more than 1 sum to 1.
+
+    Beside logits of -1e9, as masks hold that hide all keys of a query, the logarithm of the number
+    of keys has no place left in lse, and ``exp(logit - lse)`` would be 1 for each of them. Every
+    gradient is a multiple of what comes back to its row, so that is divided by the sum.
+    """
+    size = np.abs(what.lse)
+    is_coarse = (size > _COARSE / np.finfo(what.lse.dtype).eps) & (size != np.inf)
+    if not is_coarse.any():
+        return
+    total = _sums_of_weights(call, what.lse)
+    with np.errstate(invalid="ignore"):  # of NaN no sum is above 1
+        if call.sinks is not None:
+            total = total + _weights_of_sinks(call, what.lse)
+        factor = np.where(is_coarse & (total > 1), 1 / np.maximum(total, 1), 1)
+    factor = factor.astype(what.lse.dtype)
+    scaled = what.grad_out.view(call.dtype).astype(what.lse.dtype) * factor[..., None]
+    what.grad_out = _checks.readable(scaled.astype(call.dtype))
+    if what.grad_lse is not None:
+        what.grad_lse = what.grad_lse * factor
+
+
+def _sums_of_weights(call: _arguments.Call, lse: Array) -> Array:
+    """``sum_j exp(logit_j - lse)`` of each row: the gradient of a gate where all values are 1."""
+    plain = copy(call)
+    assert call.value is not None
+    one = _checks.bits(np.ones(1, call.dtype))
+    plain.value = np.broadcast_to(one, (*call.value.shape[:-1], 1))
+    plain.head_mask, plain.dropout_p = None, 0.0
+    ones = np.broadcast_to(one, (*lse.shape, 1))
+    what = Gradients(ones, ones, lse, None, delta=_per_row(call), gate_sum=_per_row(call))
+    _core.differentiate(plain, what, call.n_thread or threads_asked_for())
+    assert what.gate_sum is not None
+    return what.gate_sum
 
 
 # ---- the arrays of the results ------------------------------------------------------------------
@@ -375,10 +421,15 @@ def _rows_of_sinks(call: _arguments.Call, what: Gradients) -> Array:
 
     Where delta is 0 nothing flows: the query has no key, or its gate is 0.
     """
-    assert call.sinks is not None and what.delta is not None
-    sinks = call.sinks[:, None]
-    weights = np.exp(np.minimum(sinks - what.lse.astype(np.float64), 0))
-    return np.where((sinks == -np.inf) | (what.delta == 0), 0.0, -weights * what.delta)
+    assert what.delta is not None
+    return np.where(what.delta == 0, 0.0, -_weights_of_sinks(call, what.lse) * what.delta)
+
+
+def _weights_of_sinks(call: _arguments.Call, lse: Array) -> Array:
+    """Of each row; the sinks are rounded to the arithmetic type, as the core does it."""
+    assert call.sinks is not None
+    sinks = call.sinks.astype(lse.dtype).astype(np.float64)[:, None]
+    return np.where(sinks == -np.inf, 0.0, np.exp(np.minimum(sinks - lse, 0)))
 
 
 def _sums_of_sequences(rows: Array, boundaries: Array) -> Array:

@@ -24,6 +24,7 @@ import mha_fast
 from mha_fast import reference
 
 SIZES = {"n_query": 37, "n_key": 150}
+WITH_MASK = ("query", "key", "value", "attn_mask")
 
 
 def call_with(names, dtype=np.float64, **sizes):
@@ -258,6 +259,46 @@ def test_lse_far_below_the_range_of_exp(low, dtype, isa):
     _, lse = mha_fast.attention(**call, return_lse=True)
     assert lse.max() < low + 20
     assert_gradients_correct(call)
+
+
+@pytest.mark.parametrize("low", [-1e9, -1e20, float(np.finfo(np.float32).min)])
+@pytest.mark.parametrize("dtype", [*DTYPES, *DTYPES_16])
+def test_keys_that_a_mask_of_low_numbers_hides_all_alike_share_the_weight(low, dtype, isa):
+    """The logarithm of their number is lost in the lse, but not in the gradients."""
+    call = call_with([], dtype)
+    call["query"][..., 5:9, :] = 0
+    grad_out, grad_lse = random_grads(call)
+    mask = np.zeros((37, 150), np.float32)
+    right = backward(call | {"attn_mask": mask}, grad_out, grad_lse=grad_lse, wanted=WITH_MASK)
+
+    mask[5:9] = low
+    found = backward(call | {"attn_mask": mask}, grad_out, grad_lse=grad_lse, wanted=WITH_MASK)
+
+    eps = max(_finfo(dtype).eps, np.finfo(np.float32).eps)  # the gradient of the mask has 32 bits
+    for grad, right_grad in zip(found, right, strict=True):
+        wide, right_wide = grad.astype(np.float64), right_grad.astype(np.float64)
+        assert_close_to_largest(wide, right_wide, 8 * float(eps))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_sum_to_1_in_packed_sequences_too(dtype, isa):
+    """Far from all keys, a bias by distance is the same for all of them."""
+    query, key, value = (
+        x.swapaxes(0, 1) for x in normal_inputs(dtype, batch=(), n_query=9, n_key=40)
+    )
+    query[...] = 0
+    far = {"alibi_slopes": np.ones(4), "query_offset": 2**40 if dtype == np.float32 else 2**58}
+    ends = [0, 4, 9], [0, 15, 40]
+    out, lse = mha_fast.attention_varlen(query, key, value, *ends, return_lse=True, **far)
+    grad_out = np.ones_like(out)
+
+    _, _, grad_value = mha_fast.attention_varlen_backward(
+        grad_out, query, key, value, out, lse, *ends, **far
+    )
+
+    limit = 100 * np.finfo(dtype).eps
+    np.testing.assert_allclose(grad_value[:15].sum(axis=(0, 1)), 4 * 4, rtol=limit)
+    np.testing.assert_allclose(grad_value[15:].sum(axis=(0, 1)), 5 * 4, rtol=limit)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -296,6 +296,31 @@ def test_lse_far_from_0(shift):
         np.testing.assert_allclose(grad, right_grad, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("low", [-1e9, -1e20, float(np.finfo(np.float32).min)])
+@pytest.mark.parametrize("lse_dtype", [np.float32, np.float64])
+def test_weights_sum_to_1_where_lse_has_no_place_for_their_number(low, lse_dtype):
+    """A mask of very low numbers hides nothing where a whole row has them: all keys weigh the same.
+
+    Their logarithm is lost in the lse, and ``exp(score - lse)`` would be 1 for each of them.
+    """
+    call = call_with([], n_query=3, n_key=40)
+    call |= {"query": np.zeros((2, 4, 3, 5)), "attn_mask": np.float64(low)}
+    call["sinks"] = np.array([low, -np.inf, 0.0, low])
+    weights = np.array([1 / 41, 1 / 40, 0, 1 / 41])
+    grad_out, _ = random_grads(call)
+    out, lse = reference.attention(**call, return_lse=True)
+
+    grad_value, grad_sinks = reference.attention_backward(
+        grad_out, out=out, lse=lse.astype(lse_dtype), wanted=["value", "sinks"], **call
+    )
+
+    of_heads = grad_out.sum(axis=2) * weights[:, None]  # of any key
+    right = np.repeat(of_heads.reshape(2, 2, 2, 1, 3).sum(axis=2), 40, axis=2)
+    np.testing.assert_allclose(grad_value, right, rtol=1e-12)
+    sums = (grad_out * out).sum(axis=(0, 2, 3))
+    np.testing.assert_allclose(grad_sinks, -sums * [1 / 41, 0, 0, 1 / 41], rtol=1e-12)
+
+
 def test_broadcast_operands_get_the_sum():
     call = call_with(["scale"])
     call["query"] = np.broadcast_to(call["query"][0], call["query"].shape)

@@ -10,7 +10,14 @@ import numpy as np
 from .._typing import Array, ArrayLike, Window
 from ._attention import _attention_in, sequences
 from ._dropout import dropout_factor
-from ._scores import masked_scores, positions, score_scale, weighted_rows, with_all_heads
+from ._scores import (
+    masked_scores,
+    positions,
+    score_scale,
+    softmax,
+    weighted_rows,
+    with_all_heads,
+)
 
 
 def attention_backward(
@@ -75,7 +82,7 @@ dropout_p, dropout_seed
 
     Notes
     -----
-    With the scores s, the weights ``P = exp(s - lse)`` and the kept share Z of dropout, the output
+    With the scores s, the weights ``P = exp(s - lse)`` (but see `_weights`) and the kept share Z of dropout, the output
     of query i is ``gate * sum_j Z_ij P_ij v_j``, and
 
         grad P_ij = gate * Z_ij * (grad_out_i . v_j)
@@ -203,6 +210,7 @@ def _attention_backward_in(
             alibi_slopes=alibi_slopes, dropout_p=dropout_p, dropout_seed=dropout_seed,
             first_entry=first_entry, **score_options,
         )  # fmt: skip
+    lse_eps = float(np.finfo(np.result_type(lse, np.float32)).eps)
     one_head = query.ndim == key.ndim == value.ndim == 2
     n_kv_head = 1 if one_head else key.shape[-3]
     q, k, v = with_all_heads(query, key, value)
@@ -217,12 +225,12 @@ def _attention_backward_in(
             factor = dropout_factor(dropout_seed, scores.shape, dropout_p, first_entry)
             factor = factor.astype(dtype)
         grad_scores, counts, found = _through_softmax(
-            scores, visible, v, do, o, own_lse, dlse, sinks, head_mask, factor
+            scores, visible, v, do, o, own_lse, lse_eps, dlse, sinks, head_mask, factor
         )
         found |= _through_scores(grad_scores, counts, q, k, **score_options)
-    for name in ("key", "value"):
-        found[name] = _sum_group(found[name], n_kv_head)
-    return tuple(_sum_to(found[name], np.shape(arguments[name])) for name in wanted)
+        for name in ("key", "value"):
+            found[name] = _sum_group(found[name], n_kv_head)
+        return tuple(_sum_to(found[name], np.shape(arguments[name])) for name in wanted)
 
 
 def _through_softmax(
@@ -232,6 +240,7 @@ def _through_softmax(
     grad_out: Any,
     out: Any,
     lse: Any,
+    lse_eps: float,
     grad_lse: Any,
     sinks: ArrayLike | None,
     head_mask: ArrayLike | None,
@@ -255,7 +264,8 @@ def _through_softmax(
     is_open = gate != 0  # through a gate of 0 flows nothing, not even NaN
     has_key = (visible.any(axis=-1) & (lse != -np.inf))[..., None]
     seen = visible & has_key
-    weights = np.where(seen, np.exp(scores - lse[..., None]), zero)
+    weights, sink_weight = _weights(scores, sinks, lse, lse_eps)
+    weights = np.where(seen, weights, zero)
     kept = weights if factor is None else weights * factor
     grad_kept = grad_out @ np.swapaxes(value, -1, -2)  # by the gated output, without its gate
 
@@ -274,10 +284,27 @@ def _through_softmax(
     }
     if sinks is not None:
         sink = np.asarray(sinks, dtype)[..., None, None]
-        flows = (sink != -np.inf) & ((has_key & is_open) | (grad_lse is not None))
-        weight = np.exp(sink - lse[..., None])
-        found["sinks"] = np.where(flows, weight * (by_lse - mean), zero).sum(axis=(-2, -1))
+        has_output = has_key & is_open & (grad_out.shape[-1] > 0)
+        flows = (sink != -np.inf) & (has_output | (grad_lse is not None))
+        found["sinks"] = np.where(flows, sink_weight * (by_lse - mean), zero).sum(axis=(-2, -1))
     return grad_scores, counts, found
+
+
+def _weights(
+    scores: Array, sinks: ArrayLike | None, lse: Array, lse_eps: float
+) -> tuple[Array, Array]:
+    """``exp(scores - lse)`` and that of the sink, without what is lost where lse is large.
+
+    Beside a logit of -1e30 the logarithm of the number of keys has no place left in lse, and the
+    weights would not sum to 1. So they come from a softmax of their own, times the share that the
+    scores here have in those of a larger call, if lse is of one.
+    """
+    sink = scores.dtype.type(-np.inf) if sinks is None else np.asarray(sinks, scores.dtype)
+    column = np.broadcast_to(sink[..., None, None], (*scores.shape[:-1], 1))
+    weights, own_lse = softmax(np.concatenate([scores, column], axis=-1))
+    is_own = np.abs(own_lse - lse) <= 4 * lse_eps * np.abs(lse)
+    share = np.where(is_own, scores.dtype.type(1), np.exp(own_lse - lse))[..., None]
+    return share * weights[..., :-1], share * weights[..., -1:]
 
 
 def _through_scores(
