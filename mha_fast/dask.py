@@ -1,5 +1,5 @@
 """Attention over dask arrays: see `mha_fast.integrations.dask`."""
 
-from .integrations.dask import attention
+from .integrations.dask import attention, attention_backward
 
-__all__ = ["attention"]
+__all__ = ["attention", "attention_backward"]

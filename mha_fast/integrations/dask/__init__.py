@@ -18,5 +18,6 @@ except ModuleNotFoundError as error:
     ) from error
 
 from ._attention import attention
+from ._backward import attention_backward
 
-__all__ = ["attention"]
+__all__ = ["attention", "attention_backward"]

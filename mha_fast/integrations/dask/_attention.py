@@ -6,7 +6,7 @@ from typing import Any
 from ... import _checks
 from ..._typing import Window
 from ._graph import attention_graph
-from ._operands import problem
+from ._operands import check_attention, problem
 
 
 def attention(
@@ -105,18 +105,23 @@ def attention(
     (8, 1000, 64)
     """
     _checks.flag("return_lse", return_lse)
-    options = {
-        "is_causal": is_causal,
-        "window": window,
+    arrays = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "attn_mask": attn_mask,
         "query_offset": query_offset,
         "kv_lengths": kv_lengths,
-        "scale": scale,
-        "softcap": softcap,
         "alibi_slopes": alibi_slopes,
         "sinks": sinks,
         "head_mask": head_mask,
+    }
+    options = {
+        "is_causal": is_causal,
+        "window": window,
+        "scale": scale,
+        "softcap": softcap,
         "precision": precision,
         "num_threads": num_threads,
     }
-    call = problem(query, key, value, attn_mask, chunks, options)
-    return attention_graph(call, return_lse)
+    return attention_graph(problem(arrays, options, chunks, check_attention), return_lse)

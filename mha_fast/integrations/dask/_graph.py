@@ -11,7 +11,7 @@ from dask.task_spec import Task, TaskRef
 
 from ... import _checks
 from . import _tasks
-from ._grid import HEADS, KEYS, KV_HEADS, QUERIES, Axis, Place
+from ._grid import HEADS, KEYS, KV_HEADS, QUERIES, Axis
 from ._operands import Problem, chunk_of
 from ._visible import visible_chunks
 
@@ -57,8 +57,8 @@ def visible(problem: Problem, batch: tuple[int, ...]) -> Any:
 
 
 @dataclass
-class _Graph:
-    """Tasks of one call, and the names that they have."""
+class Tasks:
+    """Tasks of one call, their names and arguments."""
 
     problem: Problem
     options: _tasks.Options
@@ -67,67 +67,85 @@ class _Graph:
     def __post_init__(self) -> None:
         self.token = self.problem.token
 
-    def add_queries(self, batch: tuple[int, ...], head: int, query: int, keys: list[int]) -> None:
-        """Add all that a chunk of queries of a chunk of heads needs."""
-        at = (*batch, head, query)
-        place = self.problem.grid.place(batch, head, query, None)
-        index = self._index(at, keys[0] if keys else 0)
-        name = self._name_of_result("both", at) if self.options.return_lse else self._out(at)
-        if not keys:
-            spans = (*place.batch, place.heads, place.queries)
-            shape = (*(stop - start for start, stop in spans), self.problem.value_width)
-            self._add(name, _tasks.unseeing, self.options, shape, self._chunk("sinks", index))
-        elif len(keys) == 1:
-            numbers = self._numbers(index, "alibi_slopes", "sinks", "head_mask")
-            self._add(name, _tasks.whole, self.options, *self._arguments(at, index), **numbers)
-        else:
-            parts = self._add_joins(at, place, [self._add_part(at, key) for key in keys])
-            sinks, gates = (self._chunk(name, index) for name in ("sinks", "head_mask"))
-            self._add(name, _tasks.joined, self.options, place, sinks, gates, *parts)
+    def add(self, key: tuple[Any, ...], function: Any, *arguments: Any, **named: Any) -> TaskRef:
+        """Add a task; return a reference to its result."""
+        self.tasks[key] = Task(key, function, *arguments, **named)
+        return TaskRef(key)
 
-    def _add_part(self, at: tuple[int, ...], key: int) -> TaskRef:
-        """Add the kernel call on one chunk of keys, without what is counted once for all keys."""
-        index = self._index(at, key)
-        numbers = self._numbers(index, "alibi_slopes")
-        place, *operands = self._arguments(at, index)
-        dtype = self.options.sum_dtype
-        name = (f"attention-part-{self.token}", *at, key)
-        return self._add(name, _tasks.attend, self.options, place, dtype, *operands, **numbers)
-
-    def _add_joins(self, at: tuple[int, ...], place: Place, parts: list[TaskRef]) -> list[TaskRef]:
-        """Add joins, level by level, until what is left can be joined at once."""
+    def add_levels(
+        self, name: str, at: tuple[int, ...], parts: list[TaskRef], function: Any, *arguments: Any
+    ) -> list[TaskRef]:
+        """Join parts, level by level, until what is left can be joined at once."""
         level = 0
         while len(parts) > JOINED_AT_ONCE:
             groups = [parts[i : i + JOINED_AT_ONCE] for i in range(0, len(parts), JOINED_AT_ONCE)]
             parts = [
                 group[0]
                 if len(group) == 1
-                else self._add(
-                    (f"attention-join-{self.token}", *at, level, i), _tasks.join, place, *group
-                )
+                else self.add((f"{name}-{self.token}", *at, level, i), function, *arguments, *group)
                 for i, group in enumerate(groups)
             ]
             level += 1
         return parts
 
-    def _arguments(self, at: tuple[int, ...], index: Mapping[Axis, int]) -> list[Any]:
-        """Return the arguments of a kernel call, from its place on."""
-        names = ("query", "key", "value", "attn_mask", "query_offset", "kv_lengths")
-        place = self.problem.grid.place(at[:-2], at[-2], at[-1], index[KEYS])
-        return [place, *(self._chunk(name, index) for name in names)]
-
-    def _numbers(self, index: Mapping[Axis, int], *names: str) -> dict[str, Any]:
-        """Return the numbers per head that are given."""
-        return {name: self._chunk(name, index) for name in names if name in self.problem.operands}
-
-    def _index(self, at: tuple[int, ...], key: int) -> dict[Axis, int]:
+    def index(self, at: tuple[int, ...], key: int) -> dict[Axis, int]:
+        """Return the chunk along every axis, of queries and a chunk of keys."""
         *batch, head, query = at
         index: dict[Axis, int] = dict(enumerate(batch))
         kv_head = self.problem.grid.kv_head_chunk(head)
         return index | {HEADS: head, KV_HEADS: kv_head, QUERIES: query, KEYS: key}
 
-    def _chunk(self, name: str, index: Mapping[Axis, int]) -> Any:
+    def chunk(self, name: str, index: Mapping[Axis, int]) -> Any:
+        """Return the chunk of an operand, None where it is absent."""
         return chunk_of(self.problem.operands.get(name), self.problem.grid, index)
+
+    def numbers(self, index: Mapping[Axis, int], *names: str) -> dict[str, Any]:
+        """Return the numbers per head that are given."""
+        return {name: self.chunk(name, index) for name in names if name in self.problem.operands}
+
+    def inputs(self) -> list[Any]:
+        """Return the dask arrays that the tasks read."""
+        arrays = (x.array for x in self.problem.operands.values())
+        return [x for x in arrays if isinstance(x, da.Array)]
+
+
+@dataclass
+class _Graph(Tasks):
+    """The tasks of attention."""
+
+    def add_queries(self, batch: tuple[int, ...], head: int, query: int, keys: list[int]) -> None:
+        """Add all that a chunk of queries of a chunk of heads needs."""
+        at = (*batch, head, query)
+        place = self.problem.grid.place(batch, head, query, None)
+        index = self.index(at, keys[0] if keys else 0)
+        name = self._name_of_result("both", at) if self.options.return_lse else self._out(at)
+        if not keys:
+            spans = (*place.batch, place.heads, place.queries)
+            shape = (*(stop - start for start, stop in spans), self.problem.value_width)
+            self.add(name, _tasks.unseeing, self.options, shape, self.chunk("sinks", index))
+        elif len(keys) == 1:
+            numbers = self.numbers(index, "alibi_slopes", "sinks", "head_mask")
+            self.add(name, _tasks.whole, self.options, *self._arguments(at, index), **numbers)
+        else:
+            parts = [self._add_part(at, key) for key in keys]
+            parts = self.add_levels("attention-join", at, parts, _tasks.join, place)
+            sinks, gates = (self.chunk(name, index) for name in ("sinks", "head_mask"))
+            self.add(name, _tasks.joined, self.options, place, sinks, gates, *parts)
+
+    def _add_part(self, at: tuple[int, ...], key: int) -> TaskRef:
+        """Add the kernel call on one chunk of keys, without what is counted once for all keys."""
+        index = self.index(at, key)
+        numbers = self.numbers(index, "alibi_slopes")
+        place, *operands = self._arguments(at, index)
+        dtype = self.options.sum_dtype
+        name = (f"attention-part-{self.token}", *at, key)
+        return self.add(name, _tasks.attend, self.options, place, dtype, *operands, **numbers)
+
+    def _arguments(self, at: tuple[int, ...], index: Mapping[Axis, int]) -> list[Any]:
+        """Return the arguments of a kernel call, from its place on."""
+        names = ("query", "key", "value", "attn_mask", "query_offset", "kv_lengths")
+        place = self.problem.grid.place(at[:-2], at[-2], at[-1], index[KEYS])
+        return [place, *(self.chunk(name, index) for name in names)]
 
     def _name_of_result(self, what: str, at: tuple[int, ...]) -> tuple[Any, ...]:
         return (f"attention-{what}-{self.token}", *at)
@@ -135,18 +153,13 @@ class _Graph:
     def _out(self, at: tuple[int, ...]) -> tuple[Any, ...]:
         return (*self._name_of_result("out", at), 0)
 
-    def _add(self, key: tuple[Any, ...], function: Any, *arguments: Any, **named: Any) -> TaskRef:
-        self.tasks[key] = Task(key, function, *arguments, **named)
-        return TaskRef(key)
-
     # ---- from tasks to arrays
 
     def arrays(self) -> Any:
         """Return the results as dask arrays."""
-        inputs = [x.array for x in self.problem.operands.values() if isinstance(x.array, da.Array)]
         what = "both" if self.options.return_lse else "out"
         layer = f"attention-{what}-{self.token}"
-        graph = HighLevelGraph.from_collections(layer, self.tasks, dependencies=inputs)
+        graph = HighLevelGraph.from_collections(layer, self.tasks, dependencies=self.inputs())
         axes = (*range(self.problem.grid.n_batch_axis), HEADS, QUERIES)
         sizes = tuple(self.problem.grid.sizes(axis) for axis in axes)
         shapes = {"out": ((*sizes, (self.problem.value_width,)), self.options.dtype)}

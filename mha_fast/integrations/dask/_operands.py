@@ -1,10 +1,10 @@
 """From the arguments of a call to arrays that are cut alike: checks, bounds, chunks."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import dask
 import dask.array as da
@@ -12,8 +12,8 @@ import numpy as np
 from dask.base import tokenize
 from dask.task_spec import TaskRef
 
-from ... import _arguments, _checks
-from ..._options import ATTENTION
+from ... import _arguments, _checks, _gradients
+from ..._options import ATTENTION, BACKWARD, Options
 from ..._typing import Array
 from . import _grid
 from ._grid import HEADS, KEYS, KV_HEADS, QUERIES, Axis, Bounds, Grid
@@ -25,6 +25,22 @@ class Operand:
 
     array: Any  # dask array, or a small NumPy array whose pieces lie in the tasks themselves
     axes: tuple[Axis, ...]
+
+    def place(self, grid: Grid, index: Mapping[Axis, int]) -> tuple[int, ...]:
+        """Return which chunk it is that a task with this index reads."""
+        shape = zip(self.axes, self.array.shape, strict=True)
+        return tuple(
+            index[axis] if axis is not None and n == grid.bounds[axis][-1] else 0
+            for axis, n in shape
+        )
+
+    def chunks(self, grid: Grid) -> tuple[tuple[int, ...], ...]:
+        """Return the sizes of all chunks, as dask writes them."""
+        shape = zip(self.axes, self.array.shape, strict=True)
+        return tuple(
+            grid.sizes(axis) if axis is not None and n == grid.bounds[axis][-1] else (n,)
+            for axis, n in shape
+        )
 
     def chunk(self, grid: Grid, index: Mapping[Axis, int]) -> Any:
         """Return the chunk at an index: a reference to a task, or the numbers."""
@@ -85,30 +101,38 @@ _PER_ENTRY = ("query_offset", "kv_lengths")
 _PER_HEAD = ("alibi_slopes", "sinks", "head_mask")
 
 
+# What has one row for each query of the whole call.
+_PER_QUERY = ("grad_out", "out", "lse", "grad_lse")
+
+# Checks arrays of the right kinds without elements, and options; gives the options in plain form.
+Check: TypeAlias = Callable[[Mapping[str, Any], Mapping[str, Any]], _arguments.Call]
+
+
 def problem(
-    query: Any, key: Any, value: Any, attn_mask: Any, chunks: Any, options: Mapping[str, Any]
+    arrays: Mapping[str, Any], options: Mapping[str, Any], chunks: Any, check: Check
 ) -> Problem:
     """Check the arguments of a call and cut its arrays alike."""
-    given = {"query": query, "key": key, "value": value, "attn_mask": attn_mask}
-    given |= {name: options[name] for name in (*_PER_ENTRY, *_PER_HEAD)}
-    arrays: dict[str, Any] = {
-        name: x if x is None else _array(name, x) for name, x in given.items()
+    known: dict[str, Any] = {
+        name: None if x is None else _array(name, x) for name, x in arrays.items()
     }
-    plain = {name: x for name, x in options.items() if name not in arrays}
-    checked = _check(arrays, plain)
-    one_head = arrays["query"].ndim == 2
+    checked = check({name: _stand_in(x) for name, x in known.items()}, options)
+    one_head = known["query"].ndim == 2
     if one_head:
-        arrays |= {name: arrays[name][None] for name in ("query", "key", "value")}
-    shapes = _shapes(arrays, checked)
-    grid = _cut(arrays, shapes, _grid.check_chunks(chunks), checked)
+        for name in ("query", "key", "value", *_PER_QUERY):
+            if known.get(name) is not None:
+                known[name] = known[name][None]
+    shapes = _shapes(known, checked)
+    grid = _cut(known, shapes, _grid.check_chunks(chunks), checked)
     operands = {
-        name: Operand(_aligned(name, arrays[name], axes, grid), axes)
+        name: Operand(_aligned(name, known[name], axes, grid), axes)
         for name, axes in shapes.items()
     }
-    unknown_end = checked.ends_together and isinstance(arrays["kv_lengths"], da.Array)
+    lengths = known["kv_lengths"]
+    unknown_end = checked.ends_together and isinstance(lengths, da.Array)
     if checked.ends_together and not unknown_end:
-        offset = np.asarray(checked.query_offset, np.int64)
-        operands["query_offset"] = Operand(offset, tuple(range(offset.ndim)))
+        last = np.asarray(checked.key.shape[-2] if lengths is None else lengths, np.int64)
+        offset = last - checked.query.shape[-2]
+        operands["query_offset"] = Operand(offset, shapes.get("kv_lengths", ()))
     return Problem(grid, operands, checked, one_head, unknown_end)
 
 
@@ -137,16 +161,33 @@ def _array(name: str, x: Any) -> Any:
     return _checks.array(name, x)
 
 
-def _check(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> _arguments.Call:
-    """Ask the checks of `mha_fast.attention`, with arrays of the same kind but no memory."""
-    given = {name: _stand_in(arrays[name]) for name in (*_PER_ENTRY, *_PER_HEAD)}
+def check_attention(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> _arguments.Call:
+    """Ask the checks of `mha_fast.attention`."""
+    return _checked(arrays, options, ATTENTION)
+
+
+def check_backward(wanted: Any) -> Check:
+    """Return what asks the checks of `mha_fast.attention_backward`."""
+
+    def check(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> _arguments.Call:
+        call = _checked(arrays, options, BACKWARD)
+        _gradients._wanted(wanted, dict(arrays))
+        results = (arrays[name] for name in ("grad_out", "out", "lse", "grad_lse"))
+        _gradients._forward_results(call, *results)
+        return call
+
+    return check
+
+
+def _checked(arrays: Mapping[str, Any], options: Mapping[str, Any], of: Options) -> _arguments.Call:
+    given = {name: arrays[name] for name in (*_PER_ENTRY, *_PER_HEAD)}
     return _arguments.check(
-        _stand_in(arrays["query"]),
-        _stand_in(arrays["key"]),
-        _stand_in(arrays["value"]),
-        _stand_in(arrays["attn_mask"]),
+        arrays["query"],
+        arrays["key"],
+        arrays["value"],
+        arrays["attn_mask"],
         False,
-        ATTENTION,
+        of,
         {**options, **given},
     )
 
@@ -174,12 +215,16 @@ def _shapes(arrays: Mapping[str, Any], checked: _arguments.Call) -> dict[str, tu
         "key": (KV_HEADS, KEYS, None),
         "value": (KV_HEADS, KEYS, None),
         "attn_mask": (HEADS, QUERIES, KEYS),
+        "grad_out": (HEADS, QUERIES, None),
+        "out": (HEADS, QUERIES, None),
+        "lse": (HEADS, QUERIES),
+        "grad_lse": (HEADS, QUERIES),
         **dict.fromkeys(_PER_ENTRY, ()),
         **dict.fromkeys(_PER_HEAD, (HEADS,)),
     }
     shapes = {}
     for name, own in whole.items():
-        x = arrays[name]
+        x = arrays.get(name)
         if x is None or isinstance(x, str):
             continue
         axes = (*range(n_batch), *own)

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from ..._attention import attention
+from ..._gradients import attention_backward
 from ..._merge import merge_attention
 from ..._options import LARGEST_OFFSET
 from ..._typing import Array
@@ -125,9 +126,82 @@ def unseeing(options: Options, shape: tuple[int, ...], sinks: Any) -> Array | Pa
     return out, lse
 
 
-def pick(part: Part, which: int) -> Array:
-    """Return the output or the log-sum-exp alone."""
-    return part[which]
+def differentiate(
+    options: Options,
+    place: Place,
+    names: tuple[str, ...],
+    grad_out: Array,
+    query: Array,
+    key: Array,
+    value: Array,
+    out: Array,
+    lse: Array,
+    attn_mask: Array | None,
+    query_offset: Any,
+    kv_lengths: Any,
+    grad_lse: Array | None = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    head_mask: Any = None,
+) -> tuple[Array, ...]:
+    """Return the gradients of a pair of chunks, before any rounding to 16 bits.
+
+    Those of sinks need the rows of the whole result and no key.
+    """
+    with naming("attention_backward", place):
+        dtype = options.sum_dtype
+        if names == ("sinks",):
+            place = place._replace(keys=(place.keys[0], place.keys[0]))
+            key, value, attn_mask = key[..., :0, :], value[..., :0, :], None
+        position, valid = _positions(options, place, query_offset, kv_lengths)
+        if attn_mask is not None and attn_mask.dtype.itemsize == 2:
+            attn_mask = attn_mask.astype(dtype)
+        return attention_backward(
+            grad_out.astype(dtype, copy=False),
+            query.astype(dtype, copy=False),
+            key.astype(dtype, copy=False),
+            value.astype(dtype, copy=False),
+            out.astype(dtype, copy=False),
+            lse,
+            attn_mask,
+            grad_lse=grad_lse,
+            wanted=names,
+            window=options.window,
+            query_offset=position,
+            kv_lengths=valid,
+            scale=options.scale,
+            softcap=options.softcap,
+            precision=options.precision,
+            num_threads=options.num_threads or threads_per_task(),
+            alibi_slopes=_wide(alibi_slopes),
+            sinks=_wide(sinks),
+            head_mask=_wide(head_mask),
+        )
+
+
+def _wide(numbers: Any) -> Array | None:
+    """Return numbers per head in float64, so that no part of their gradients is rounded."""
+    return None if numbers is None else np.asarray(numbers, np.float64)
+
+
+def add(*parts: Array) -> Array:
+    """Return the sum of gradients, in the order of the parts."""
+    total = parts[0] + parts[1]
+    for part in parts[2:]:
+        total += part
+    return total
+
+
+def rounded(dtype: np.dtype[Any], *parts: Array) -> Array:
+    """Add up the last parts and give the sum the dtype of its argument."""
+    total = add(*parts) if len(parts) > 1 else parts[0]
+    with np.errstate(over="ignore"):  # beyond the largest float16: Inf, as from the kernel
+        return total.astype(dtype, copy=False)
+
+
+def pick(arrays: tuple[Array, ...], which: int) -> Array:
+    """Return one of several results."""
+    return arrays[which]
 
 
 def _positions(
