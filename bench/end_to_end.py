@@ -94,12 +94,12 @@ def overhead() -> None:
     """Print what a call costs above the same one from NumPy, on one thread."""
     torch.set_num_threads(1)
     for dtype in (torch.float32, torch.bfloat16):
-        x = torch.randn(1, 4, 8, 16).to(dtype)
-        array = mha_fast.integrations.torch._arrays.as_array(x)
+        tensors = torch.randn(3, 1, 4, 8, 16).to(dtype).unbind()
+        arrays = [mha_fast.integrations.torch._arrays.as_array(x) for x in tensors]
         calls: dict[str, Callable[[], Any]] = {
-            "NumPy": lambda array=array: mha_fast.attention(array, array, array, num_threads=1),
-            "torch": lambda x=x: mha_fast.torch.scaled_dot_product_attention(x, x, x),
-            "torch's own": lambda x=x: torch.nn.functional.scaled_dot_product_attention(x, x, x),
+            "NumPy": lambda arrays=arrays: mha_fast.attention(*arrays, num_threads=1),
+            "torch": lambda x=tensors: mha_fast.torch.scaled_dot_product_attention(*x),
+            "torch's own": lambda x=tensors: torch.nn.functional.scaled_dot_product_attention(*x),
         }
         times = {name: np.inf for name in calls}
         for _ in range(30):

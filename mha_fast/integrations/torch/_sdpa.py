@@ -89,7 +89,7 @@ def scaled_dot_product_attention(
         return torch_sdpa(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    if query.shape[-3:-2] != key.shape[-3:-2] and query.shape[-3] == 1:
+    if query.dim() > 2 and query.shape[-3] == 1 != key.shape[-3]:
         query = query.expand(*query.shape[:-3], key.shape[-3], *query.shape[-2:])
     tensors = query, key, value, attn_mask
     if dropout_p or not runs_directly(tensors):
@@ -141,7 +141,9 @@ def _is_ours(
     query: Any, key: Any, value: Any, mask: Any, dropout_p: float, enable_gqa: bool
 ) -> bool:
     """Whether we compute this call. What torch would refuse is not ours: it says why."""
-    if not (_is_dense(query) and _is_dense(key) and _is_dense(value)):
+    if not (
+        _is_dense(query) and (key is query or _is_dense(key)) and (value is key or _is_dense(value))
+    ):
         return False
     dtype, rank = query.dtype, query.dim()
     if (
@@ -155,7 +157,10 @@ def _is_ours(
     ):
         return False
     shapes = query.shape, key.shape, value.shape
-    return _shapes_fit(*shapes, enable_gqa) and (mask is None or _mask_fits(mask, dtype, *shapes))
+    alike = shapes[0] == shapes[1] == shapes[2]  # nothing to ask then
+    return (alike or _shapes_fit(*shapes, enable_gqa)) and (
+        mask is None or _mask_fits(mask, dtype, *shapes)
+    )
 
 
 def _is_dense(x: Any) -> bool:
