@@ -83,6 +83,8 @@ def _check_values(case, given, wanted, found, assert_near, floor_of_logit):
     ):
         dtype = np.asarray(given[name]).dtype
         assert grad.dtype == dtype, f"{name} has dtype {grad.dtype}"
+        if name == "sinks" and given["value"].shape[-1] == 0:
+            continue  # nothing flows from an empty output; the formula has 0 times NaN there
         if unit is None:  # of packed sequences; the bits of each alone are compared below
             assert grad.shape == right_grad.shape, f"{name}: {grad.shape}, right {right_grad.shape}"
             continue

@@ -47,7 +47,9 @@ def check(case, report=None):
             check_cache(case, lambda one, result: _compare(one, result, report, case.number))
         elif case.entry.endswith("_backward"):
             near = functools.partial(_assert_near, number=case.number, report=report)
-            check_backward(case, near, _largest_part_of_a_logit(case))
+            # The weights come from a stored lse, which is rounded by its own size.
+            capped = float(case.options.get("softcap", 0.0)) if case.exact else 0.0
+            check_backward(case, near, _largest_part_of_a_logit(case) + capped)
         else:
             result = _checked_call(case)
             _compare(case, result, report, case.number)

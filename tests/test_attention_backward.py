@@ -18,7 +18,7 @@ from _gradients import (
     weighted_sum,
 )
 from _options import OPTIONS, arguments_of
-from _support import DTYPES, assert_same_bits, normal_inputs
+from _support import DTYPES, assert_same_bits, normal_inputs, using_isa
 
 import mha_fast
 from mha_fast import reference
@@ -559,3 +559,27 @@ def test_wrong_arguments(name):
     message = str(raised.value)
     assert message.startswith(words.split()[0])
     assert all(word in message for word in words.split())
+
+
+def test_lse_of_the_matrix_unit_is_good_enough(isa):
+    """Its lse of bfloat16 is within 2**-9, as much as one rounding of the gradients is off."""
+    if isa != "amx, all sizes":
+        pytest.skip("about the matrix unit")
+    bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
+    call = call_with(["causal"], bfloat16, n_query=256, n_key=256, head_width=64, value_width=64)
+    grad_out, _ = random_grads(call)
+    right = reference.attention_backward(grad_out, out=None, lse=None, **call)
+
+    def rms_errors():
+        out, lse = mha_fast.attention(**call, return_lse=True)
+        found = mha_fast.attention_backward(grad_out, out=out, lse=lse, **call)
+        return [
+            np.sqrt(np.mean((grad.astype(np.float64) - right_grad) ** 2))
+            for grad, right_grad in zip(found, right, strict=True)
+        ]
+
+    by_matrix_unit = rms_errors()
+    with using_isa("avx512"):
+        by_tiles = rms_errors()
+
+    assert all(a <= 1.1 * b for a, b in zip(by_matrix_unit, by_tiles, strict=True))

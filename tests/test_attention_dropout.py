@@ -54,7 +54,10 @@ def test_lse_is_that_without_dropout(shape, isa):
     inputs = normal_inputs(np.float32, **SHAPES[shape])
     _, right = mha_fast.attention(*inputs, return_lse=True)
     _, lse = mha_fast.attention(*inputs, return_lse=True, dropout_p=0.5, dropout_seed=1)
-    assert_same_bits(lse, right)
+    if isa.startswith("amx"):  # the matrix unit does not compute with dropout
+        np.testing.assert_allclose(lse, right, rtol=0, atol=2e-6)
+    else:
+        assert_same_bits(lse, right)
 
 
 def test_nothing_is_dropped_where_p_is_0(isa):

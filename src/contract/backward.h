@@ -18,10 +18,10 @@ typedef struct {
 } mha_backward;
 
 typedef struct {
-    /* delta[row] = dot(grad_out, out) - grad_lse, rows of S; grad_lse NULL: without.  A row of out that is all 0 makes the
-     * dot product 0, whatever grad_out holds: it belongs to a query without keys or a gate of 0. */
+    /* delta[row] = dot(grad_out, out) - grad_lse, rows of S; grad_lse NULL: without.  Where silent, a row of out that is all
+     * 0 makes the dot product 0, whatever grad_out holds. */
     void (*row_products)(char *const *delta, const char *const *grad_out, const char *const *out,
-                         const char *const *grad_lse, ptrdiff_t n_row, ptrdiff_t width);
+                         const char *const *grad_lse, const uint8_t *silent, ptrdiff_t n_row, ptrdiff_t width);
     /* Rows of S as padded rows. */
     void (*copy_rows)(void *block, const char *const *row, ptrdiff_t n_row, ptrdiff_t width);
     /* score: raw dot products -> weights times gate and keep.

@@ -1,3 +1,5 @@
+from libc.stdint cimport uint8_t
+
 from contract.tiles cimport mha_adjust
 
 cdef extern from "contract/backward.h" nogil:
@@ -12,8 +14,8 @@ cdef extern from "contract/backward.h" nogil:
         bint of_logit
 
     ctypedef struct mha_backward_kernels:
-        void (*row_products)(char *const *, const char *const *, const char *const *, const char *const *, ptrdiff_t,
-                             ptrdiff_t) noexcept nogil
+        void (*row_products)(char *const *, const char *const *, const char *const *, const char *const *,
+                             const uint8_t *, ptrdiff_t, ptrdiff_t) noexcept nogil
         void (*copy_rows)(void *, const char *const *, ptrdiff_t, ptrdiff_t) noexcept nogil
         void (*differentiate)(void *, void *, ptrdiff_t, ptrdiff_t, const mha_backward *) noexcept nogil
         void (*add_to_keys)(void *, const void *, const void *, const void *, ptrdiff_t, ptrdiff_t,

@@ -13,10 +13,9 @@ template <class T> constexpr ptrdiff_t padded_to_vectors(ptrdiff_t width) {
     return (width + lanes<T> - 1) / lanes<T> * lanes<T>;
 }
 
-// A row of out that is all 0 has no part in the sum: see mha_backward_kernels.
 template <class T, class S>
 void row_products(char *const *delta, const char *const *grad_out, const char *const *out, const char *const *grad_lse,
-                  ptrdiff_t n_row, ptrdiff_t width) {
+                  const uint8_t *silent, ptrdiff_t n_row, ptrdiff_t width) {
     for (ptrdiff_t r = 0; r < n_row; r++) {
         const S *g = (const S *)grad_out[r], *o = (const S *)out[r];
         vec<T> sum[2] = {}, not_0 = {};
@@ -27,7 +26,7 @@ void row_products(char *const *delta, const char *const *grad_out, const char *c
         ptrdiff_t d = 0, i = 0;
         for (; d + lanes<T> <= width; d += lanes<T>, i ^= 1) add(i, load_stored<T>(g + d), load_stored<T>(o + d));
         if (d < width) add(i, load_stored_first<T>(g + d, width - d), load_stored_first<T>(o + d, width - d));
-        const T product = lane_sum<T>(not_0) == 0 ? T(0) : lane_sum<T>(sum[0] + sum[1]);
+        const T product = silent[r] && lane_sum<T>(not_0) == 0 ? T(0) : lane_sum<T>(sum[0] + sum[1]);
         *(T *)delta[r] = grad_lse ? product - *(const T *)grad_lse[r] : product;
     }
 }
@@ -88,6 +87,13 @@ void differentiate_plainly(T *score, T *grad, ptrdiff_t n_row, ptrdiff_t n_key, 
     }
 }
 
+// Derivative of tanh, accurate also where it is nearly 0: with u = exp(-2|x|) it is 4u / (1 + u)^2.
+template <class T> MHA_INLINE vec<T> tangent_slope(vec<T> x) {
+    constexpr T two_log2_e = T(2.885390081777926814720);
+    const vec<T> u = exp2_nonpositive<T>(magnitude<T>(x) * -two_log2_e), sum = T(1) + u;
+    return T(4) * u / (sum * sum);
+}
+
 // A score on its way to the logit, and how the logit moves with the dot product.
 template <class T> struct adjusted_score {
     vec<T> logit, slope;
@@ -100,9 +106,8 @@ MHA_INLINE adjusted_score<T> adjusted(vec<T> s, ptrdiff_t key, ptrdiff_t row, co
     vec<T> slope = splat(T(1));
     if (shaped || !how->bias) s = multiply_add<T>(s, splat(scale), vec<T>{});
     if (softcap != 0) {
-        const vec<T> t = hyperbolic_tangent<T>(s / softcap);
-        s = softcap * t;
-        slope = T(1) - t * t;
+        slope = tangent_slope<T>(s / softcap);
+        s = soft_capped<T>(s, softcap);
     }
     if (how->slope)
         s -= load((const T *)how->slope + row) * magnitude<T>(load((const T *)how->distance + row) - T(key));
