@@ -1,5 +1,6 @@
 """The build says what it needs of a compiler, before it compiles anything."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -56,3 +57,13 @@ def test_compiler_that_lacks_an_instruction_set_does_not_lose_it_silently(flag, 
     status, printed = configured(tmp_path, refused=flag)
     assert words in printed
     assert (status != 0) == (flag == "-mavx512f")
+
+
+def test_what_is_compiled_once_stays_where_the_next_installation_finds_it():
+    if not (ROOT / "CMakeLists.txt").exists():
+        pytest.skip("needs the sources")
+    text = (ROOT / "CMakeLists.txt").read_text(encoding="utf-8")
+
+    # scikit-build-core clears the top of the build for each new environment to build in.
+    assert "add_subdirectory(src)" in text
+    assert not re.search(r"^\s*(python_)?add_(library|executable)\(", text, re.MULTILINE)
