@@ -29,6 +29,7 @@ Each module of loop/ is made of inline functions and takes in only modules above
     dropout       how it counts the rows of a sub-tile
     forward       the walk, and attention on it
     revisit, statistics, decode, matrix
+    large_values  rows whose sum left the range of its type, once more
     backward, row_sums, mask_gradient, ring   the gradients, and in which order their tasks come
 
 differentiate() goes the same way, with tasks that add to the gradients.
@@ -50,6 +51,7 @@ from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memset
 
+from contract.decode cimport MHA_MAX_DECODE_ROWS
 from contract.instruction_set cimport (
     mha_built, mha_emulates_matrix_unit, mha_isa, mha_kernels, mha_kernels_for, mha_matrix_for, mha_n_built,
     mha_runnable, mha_tiles_granted,
@@ -64,6 +66,7 @@ from loop.backward cimport KEY_CHUNK, ROW_CHUNK, differentiate_chunks, space_bac
 from loop.decode cimport combine_splits, decode_split
 from loop.dropout cimport drops
 from loop.forward cimport attend_rows
+from loop.large_values cimport mend_sub_tiles
 from loop.mask_gradient cimport run_mask_task
 from loop.matrix cimport attend_matrix
 from loop.operands cimport adds_mask, has, keys_of, queries_of, rows_of
@@ -111,6 +114,12 @@ cdef int team_size(double seconds, int wanted) noexcept nogil:
 
 # ------------------------------------------------------------------------------------------------- the parallel region
 
+cdef inline void combine(workspace *w, const mha_problem *p, const mha_kernels *k, const plan *work,
+                         ptrdiff_t batch_head) noexcept nogil:
+    combine_splits(w, p, k, work, batch_head)
+    mend_sub_tiles(w, p, k, batch_head, 1, 0, rows_of(p, batch_head // p.n_row_head), MHA_MAX_DECODE_ROWS)
+
+
 cdef inline void run_task(workspace *w, const mha_problem *p, const mha_kernels *k, const plan *work,
                           ptrdiff_t i) noexcept nogil:
     cdef const task *t = &work.tasks[i]
@@ -118,13 +127,17 @@ cdef inline void run_task(workspace *w, const mha_problem *p, const mha_kernels 
     if t.kind == DECODE:
         decode_split(w, p, k, work, t.batch_head, t.start)
         if splits_of(p, batch) == 1:
-            combine_splits(w, p, k, work, t.batch_head)
+            combine(w, p, k, work, t.batch_head)
     elif t.kind == MATRIX:
-        attend_matrix(w, p, k, work, t.batch_head, t.start, min(n_row, work.n_matrix_sub * MHA_MATRIX_ROWS))
+        n_row = min(n_row, work.n_matrix_sub * MHA_MATRIX_ROWS)
+        attend_matrix(w, p, k, work, t.batch_head, t.start, n_row)
+        mend_sub_tiles(w, p, k, t.batch_head, 1, t.start, n_row, MHA_MATRIX_ROWS)
     elif t.kind == TILES:
         if work.n_together > 1 and i + 1 < work.n_task and work.tasks[i + 1].batch_head != t.batch_head:
             next_batch_head = work.tasks[i + 1].batch_head
-        attend_rows(w, p, k, t.batch_head, t.n_task_head, t.start, min(n_row, work.n_sub * k.tile_rows), next_batch_head)
+        n_row = min(n_row, work.n_sub * k.tile_rows)
+        attend_rows(w, p, k, t.batch_head, t.n_task_head, t.start, n_row, next_batch_head)
+        mend_sub_tiles(w, p, k, t.batch_head, t.n_task_head, t.start, n_row, k.tile_rows)
     elif t.kind == WEIGHTS:
         write_weights(w, p, k, t.batch_head, t.n_task_head, t.start, min(n_row, work.n_sub * k.tile_rows))
     else:
@@ -135,7 +148,7 @@ cdef inline void combine_if_split(workspace *w, const mha_problem *p, const mha_
                                   ptrdiff_t batch_head) noexcept nogil:
     cdef ptrdiff_t batch = batch_head // p.n_row_head
     if queries_of(p, batch) > 0 and kind_of(work, p, batch) == DECODE and splits_of(p, batch) > 1:
-        combine_splits(w, p, k, work, batch_head)
+        combine(w, p, k, work, batch_head)
 
 
 cdef void run_alone(workspace *w, const mha_problem *p, const mha_kernels *k, const plan *work, ptrdiff_t n_range,

@@ -25,8 +25,8 @@ typedef struct {
     void (*values_guarded)(void *sum, const void *weight, const void *visible, ptrdiff_t n_row, const char *value,
                            ptrdiff_t value_stride, ptrdiff_t n_key, ptrdiff_t width);
     /* Joins the partial results of one row in index order.  sum, maximum and total of partial result i lie at
-     * i * partial_stride bytes from the given ones. */
-    void (*combine)(char *out, const void *sum, const void *maximum, const void *total, ptrdiff_t partial_stride,
-                    ptrdiff_t n_partial, ptrdiff_t width, double exp_scale, void *work, const mha_finish *how);
+     * i * partial_stride bytes from the given ones.  Returns whether their sum is finite. */
+    int (*combine)(char *out, const void *sum, const void *maximum, const void *total, ptrdiff_t partial_stride,
+                   ptrdiff_t n_partial, ptrdiff_t width, double exp_scale, void *work, const mha_finish *how);
     int (*all_finite)(const char *value, ptrdiff_t value_stride, ptrdiff_t n_key, ptrdiff_t width);
 } mha_decode_kernels;

@@ -13,6 +13,6 @@ cdef extern from "contract/decode.h" nogil:
         void (*values)(void *, const void *, ptrdiff_t, const char *, ptrdiff_t, ptrdiff_t, ptrdiff_t) noexcept nogil
         void (*values_guarded)(void *, const void *, const void *, ptrdiff_t, const char *, ptrdiff_t, ptrdiff_t,
                                ptrdiff_t) noexcept nogil
-        void (*combine)(char *, const void *, const void *, const void *, ptrdiff_t, ptrdiff_t, ptrdiff_t, double,
-                        void *, const mha_finish *) noexcept nogil
+        int (*combine)(char *, const void *, const void *, const void *, ptrdiff_t, ptrdiff_t, ptrdiff_t, double,
+                       void *, const mha_finish *) noexcept nogil
         int (*all_finite)(const char *, ptrdiff_t, ptrdiff_t, ptrdiff_t) noexcept nogil

@@ -71,6 +71,6 @@ typedef struct {
     void (*begin)(void *sum, void *maximum, void *total, ptrdiff_t n_row, ptrdiff_t width);
     void (*adjust)(void *score, void *block_maximum, ptrdiff_t n_row, ptrdiff_t n_key, const mha_adjust *how);
     mha_mask_tile mask_tile;
-    void (*finish)(char *const *out, void *sum, const void *maximum, const void *total, ptrdiff_t n_row,
-                   ptrdiff_t width, const mha_finish *how);
+    uint64_t (*finish)(char *const *out, void *sum, const void *maximum, const void *total, ptrdiff_t n_row,
+                       ptrdiff_t width, const mha_finish *how);
 } mha_matrix_kernels;

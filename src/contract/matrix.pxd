@@ -1,3 +1,5 @@
+from libc.stdint cimport uint64_t
+
 from contract.tiles cimport mha_adjust, mha_finish, mha_mask_tile
 
 cdef extern from "contract/matrix.h" nogil:
@@ -54,5 +56,5 @@ cdef extern from "contract/matrix.h" nogil:
         void (*begin)(void *, void *, void *, ptrdiff_t, ptrdiff_t) noexcept nogil
         void (*adjust)(void *, void *, ptrdiff_t, ptrdiff_t, const mha_adjust *) noexcept nogil
         mha_mask_tile mask_tile
-        void (*finish)(char *const *, void *, const void *, const void *, ptrdiff_t, ptrdiff_t,
-                       const mha_finish *) noexcept nogil
+        uint64_t (*finish)(char *const *, void *, const void *, const void *, ptrdiff_t, ptrdiff_t,
+                           const mha_finish *) noexcept nogil

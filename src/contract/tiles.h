@@ -28,6 +28,7 @@ typedef struct {
 /* How the finished sum of a row becomes its output and log-sum-exp. */
 typedef struct {
     double lse_scale;
+    double out_scale;   /* what the sum is to be multiplied by beside all else */
     const double *sink; /* per row, or NULL */
     const double *gate; /* per row, or NULL */
     char *const *lse;   /* where each row's log-sum-exp goes, or NULL */
@@ -70,14 +71,17 @@ typedef struct {
     /* The same where excluded keys hold Inf or NaN values: visible is -inf for (key, row) pairs to leave out. */
     void (*values_guarded)(void *sum, const void *rescale, const void *weight, const void *visible, ptrdiff_t n_row,
                            const char *value, ptrdiff_t value_stride, ptrdiff_t n_key, ptrdiff_t width);
-    void (*finish)(char *const *out, void *sum, const void *maximum, const void *total, ptrdiff_t n_row,
-                   ptrdiff_t width, const mha_finish *how);
+    /* Returns the rows, as bits, whose sum is not finite. */
+    uint64_t (*finish)(char *const *out, void *sum, const void *maximum, const void *total, ptrdiff_t n_row,
+                       ptrdiff_t width, const mha_finish *how);
     /* Weights of a block of scores, given the final maximum and factor: out[row][key], contiguous keys. */
     void (*store_weights)(char *const *out, const void *score, const void *maximum, const void *factor, ptrdiff_t n_row,
                           ptrdiff_t n_key, double exp_scale);
     /* The factor of each row that finish() would multiply by; writes the log-sum-exp. */
     void (*finish_factors)(void *factor, const void *maximum, const void *total, ptrdiff_t n_row,
                            const mha_finish *how);
+    /* Elements of an output row that are not finite take their second value. */
+    void (*replace_not_finite)(char *out, const char *second, ptrdiff_t width);
     /* Whether all elements of some rows are finite. */
     int (*all_finite)(const char *value, ptrdiff_t value_stride, ptrdiff_t n_key, ptrdiff_t width);
 } mha_tile_kernels;

@@ -1,3 +1,5 @@
+from libc.stdint cimport uint64_t
+
 from contract.problem cimport mha_storage
 
 cdef extern from "contract/tiles.h" nogil:
@@ -19,7 +21,7 @@ cdef extern from "contract/tiles.h" nogil:
         const void *last
 
     ctypedef struct mha_finish:
-        double lse_scale
+        double lse_scale, out_scale
         const double *sink
         const double *gate
         char **lse
@@ -47,9 +49,10 @@ cdef extern from "contract/tiles.h" nogil:
                        const mha_prefetch *) noexcept nogil
         void (*values_guarded)(void *, const void *, const void *, const void *, ptrdiff_t, const char *, ptrdiff_t,
                                ptrdiff_t, ptrdiff_t) noexcept nogil
-        void (*finish)(char *const *, void *, const void *, const void *, ptrdiff_t, ptrdiff_t,
-                       const mha_finish *) noexcept nogil
+        uint64_t (*finish)(char *const *, void *, const void *, const void *, ptrdiff_t, ptrdiff_t,
+                           const mha_finish *) noexcept nogil
         void (*store_weights)(char *const *, const void *, const void *, const void *, ptrdiff_t, ptrdiff_t,
                               double) noexcept nogil
         void (*finish_factors)(void *, const void *, const void *, ptrdiff_t, const mha_finish *) noexcept nogil
+        void (*replace_not_finite)(char *, const char *, ptrdiff_t) noexcept nogil
         int (*all_finite)(const char *, ptrdiff_t, ptrdiff_t, ptrdiff_t) noexcept nogil

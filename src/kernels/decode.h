@@ -202,8 +202,8 @@ void decode_values_guarded(void *sum_, const void *weight_, const void *visible_
 constexpr ptrdiff_t partials_together = 16;
 
 template <class T, class S>
-void decode_combine(char *out, const void *sum, const void *maximum, const void *total, ptrdiff_t partial_stride,
-                    ptrdiff_t n_partial, ptrdiff_t width, double exp_scale, void *work, const mha_finish *how) {
+int decode_combine(char *out, const void *sum, const void *maximum, const void *total, ptrdiff_t partial_stride,
+                   ptrdiff_t n_partial, ptrdiff_t width, double exp_scale, void *work, const mha_finish *how) {
     T *factor = (T *)work;
     auto partial = [=](const void *first, ptrdiff_t i) { return row_at<T>((const char *)first, partial_stride, i); };
     constexpr T least_normal = sizeof(T) == 4 ? T(__FLT_MIN__) : T(__DBL_MIN__);
@@ -219,6 +219,7 @@ void decode_combine(char *out, const void *sum, const void *maximum, const void 
     // Where no key has weight the output is 0, even if 0 * NaN got into the sums.
     const bool nothing = sum_total == 0 || switched_off(0, how);
     S *result = (S *)out;
+    vec<T> all_zero = {};
     for (ptrdiff_t d = 0; d < width; d += lanes<T>) {
         vec<T> joined = {};
         for (ptrdiff_t first = 0; first < n_partial; first += partials_together) {
@@ -227,10 +228,12 @@ void decode_combine(char *out, const void *sum, const void *maximum, const void 
             for (ptrdiff_t i = first; i < end; i++) part += load(partial(sum, i) + d) * factor[i];
             joined += part;
         }
+        if (!nothing) all_zero += joined * T(0);
         joined = nothing ? vec<T>{} : joined * last_factor;
         if (d + lanes<T> <= width) store_stored<T>(result + d, joined);
         else store_stored_first<T>(result + d, joined, width - d);
     }
+    return lane_sum<T>(all_zero) == T(0);
 }
 
 }  // namespace MHA_ISA_NAMESPACE

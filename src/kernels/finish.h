@@ -32,7 +32,7 @@ inline T finish_row(double maximum, double total, ptrdiff_t row, const mha_finis
     }
     // Without a key the output is 0, whatever sink and gate are; so it is where the head is switched off.
     if (no_key || switched_off(row, how)) return T(0);
-    return T((how->gate ? how->gate[row] : 1) * weight / total);
+    return T((how->gate ? how->gate[row] : 1) * weight / total * how->out_scale);
 }
 
 }  // namespace MHA_ISA_NAMESPACE

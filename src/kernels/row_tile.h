@@ -207,13 +207,24 @@ void finish_factors(void *factor_, const void *maximum_, const void *total_, ptr
     }
     for (ptrdiff_t r = 0; r < n_row; r += lanes<T>) {  // the same number, a vector at a time
         const vec<T> sum = load(total + r);
-        store(factor + r, sum == T(0) ? vec<T>{} : T(1) / sum);
+        store(factor + r, sum == T(0) ? vec<T>{} : T(how->out_scale) / sum);
     }
+}
+
+// Which rows of a sum hold Inf or NaN, as bits.
+template <class T, int ROWS> uint64_t rows_not_finite(const T *sum, ptrdiff_t n_row, ptrdiff_t width) {
+    uint64_t rows = 0;
+    for (ptrdiff_t r = 0; r < n_row; r++) {
+        T zero = 0;
+        for (ptrdiff_t d = 0; d < width; d++) zero += sum[d * ROWS + r] * T(0);
+        if (zero != T(0)) rows |= uint64_t(1) << r;
+    }
+    return rows;
 }
 
 // Rows of a finished sum in their places.  16-bit elements go in pairs, so that they are moved like T.
 template <class T, class S, int ROWS>
-void finish(char *const *out, void *sum_, const void *maximum, const void *total, ptrdiff_t n_row, ptrdiff_t width,
+uint64_t finish(char *const *out, void *sum_, const void *maximum, const void *total, ptrdiff_t n_row, ptrdiff_t width,
             const mha_finish *how) {
     constexpr bool paired = sizeof(S) < sizeof(T);
     T *sum = (T *)sum_;
@@ -224,20 +235,30 @@ void finish(char *const *out, void *sum_, const void *maximum, const void *total
         if (switched_off(r, how) || ((const T *)total)[r] == 0)
             for (ptrdiff_t d = 0; d < width; d++) sum[d * ROWS + r] = 0;
     const ptrdiff_t n_line = paired ? (width + 1) / 2 : width;
+    uint64_t not_finite = 0;
+    vec<T> all_zero = {};  // 0 * x for all x: NaN as soon as one is not finite
     for (ptrdiff_t r = 0; r < n_row; r += lanes<T>) {
         T *line = sum + r;
         if constexpr (paired) {
             const vec<T> f = load(factor + r);
+            vec<T> zero = {};
             for (ptrdiff_t d = 0; d < width; d += 2) {
-                const vec<T> second = d + 1 < width ? load(line + (d + 1) * ROWS) * f : vec<T>{};
-                store(line + d / 2 * ROWS, narrow_pairs(load(line + d * ROWS) * f, second, S{}));
+                const vec<T> first = load(line + d * ROWS);
+                const vec<T> second = d + 1 < width ? load(line + (d + 1) * ROWS) : vec<T>{};
+                zero += first * T(0) + second * T(0);
+                store(line + d / 2 * ROWS, narrow_pairs(first * f, second * f, S{}));
             }
+            for (ptrdiff_t i = 0; i < lanes<T> && r + i < n_row; i++)
+                if (zero[i] != T(0)) not_finite |= uint64_t(1) << (r + i);
         }
         vec<T> square[lanes<T>];
         auto write = [&](ptrdiff_t first) __attribute__((always_inline)) {
             MHA_UNROLL for (int i = 0; i < lanes<T>; i++) {
                 if (r + i == n_row) break;
-                if constexpr (!paired) square[i] = square[i] * factor[r + i];
+                if constexpr (!paired) {
+                    all_zero += square[i] * T(0);
+                    square[i] = square[i] * factor[r + i];
+                }
                 store_first((S *)out[r + i] + first, square[i], width - first);
             }
         };
@@ -254,6 +275,15 @@ void finish(char *const *out, void *sum_, const void *maximum, const void *total
         transpose<T>(square);
         write(d * per_line);
     }
+    if (!paired && lane_sum<T>(all_zero) != T(0)) not_finite = rows_not_finite<T, ROWS>(sum, n_row, width);
+    return not_finite;
+}
+
+template <class T, class S> void replace_not_finite(char *out_, const char *second_, ptrdiff_t width) {
+    S *out = (S *)out_;
+    const S *second = (const S *)second_;
+    for (ptrdiff_t d = 0; d < width; d++)
+        if (load_stored_first<T>(out + d, 1)[0] * T(0) != T(0)) out[d] = second[d];
 }
 
 // [lanes keys][lanes rows] -> n_row rows of n elements each, at out[row] + offset

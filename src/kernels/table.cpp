@@ -34,6 +34,7 @@ template <class T, class S> constexpr mha_kernels kernels_of(decltype(mha_kernel
                 .finish = finish<T, S, tile_rows<T>>,
                 .store_weights = store_weights<T, S>,
                 .finish_factors = finish_factors<T>,
+                .replace_not_finite = replace_not_finite<T, S>,
                 .all_finite = all_finite<T, T>,
             },
         .decode =

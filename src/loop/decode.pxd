@@ -1,5 +1,6 @@
 # Few rows: all rows of a row head against one split of the keys, and the combination of the splits.
 from libc.math cimport INFINITY
+from libc.stdint cimport uint64_t
 from libc.string cimport memset
 
 from contract.decode cimport MHA_KEY_SPLIT
@@ -87,9 +88,14 @@ cdef inline void combine_splits(workspace *w, const mha_problem *p, const mha_ke
     cdef const char *result = partial_of(work, batch_head, 0)
     cdef sub_tile *s = &w.sub[0]
     cdef mha_finish how
+    cdef bint is_finite
     describe_rows(s, p, batch_head, 0, n_row)
+    s.not_finite = 0
     for r in range(n_row):
         how = finish_of(s, p, r)
-        k.decode.combine(s.out[r], result + r * padded(k, p.value_width) * k.item_size,
-                         result + work.maximum_at + r * k.item_size, result + work.total_at + r * k.item_size,
-                         work.partial_size, splits_of(p, batch), p.value_width, p.exp_scale, w.combine_work, &how)
+        is_finite = k.decode.combine(
+            s.out[r], result + r * padded(k, p.value_width) * k.item_size,
+            result + work.maximum_at + r * k.item_size, result + work.total_at + r * k.item_size, work.partial_size,
+            splits_of(p, batch), p.value_width, p.exp_scale, w.combine_work, &how)
+        if not is_finite:
+            s.not_finite |= <uint64_t>1 << r

@@ -233,4 +233,4 @@ cdef inline void attend_rows(workspace *w, const mha_problem *p, const mha_kerne
     for i in range(rows.n_sub):
         s = &w.sub[i]
         how = finish_of(s, p, 0)
-        k.tile.finish(s.out, s.sum, s.maximum, s.total, s.n_row, p.value_width, &how)
+        s.not_finite = k.tile.finish(s.out, s.sum, s.maximum, s.total, s.n_row, p.value_width, &how)

@@ -167,4 +167,4 @@ cdef inline void attend_matrix(workspace *w, const mha_problem *p, const mha_ker
     for i in range(n_sub):
         s = &w.sub[i]
         how = finish_of(s, p, 0)
-        m.finish(s.out, s.sum, s.maximum, s.total, s.n_row, p.value_width, &how)
+        s.not_finite = m.finish(s.out, s.sum, s.maximum, s.total, s.n_row, p.value_width, &how)

@@ -8,13 +8,12 @@ from contract.matrix cimport MHA_MATRIX_CHUNK, MHA_MATRIX_ROWS
 from contract.problem cimport MHA_MASK, mha_operand, mha_problem
 from loop.operands cimport has_mask, keys_of, queries_of, rows_of
 from loop.structs cimport (
-    DECODE, MATRIX, MAX_SUB_TILES, MAX_TASK_HEADS, TILES, ceil_divide, chunks_of, matrix_row_size, padded, plan, task,
-    task_kind,
+    DECODE, MATRIX, MAX_MATRIX_SUB_TILES, MAX_SUB_TILES, MAX_TASK_HEADS, TILES, ceil_divide, chunks_of, matrix_row_size,
+    padded, plan, task, task_kind,
 )
 from loop.visibility cimport has_window, position_of, visible_range
 
 cdef enum:
-    MAX_MATRIX_SUB_TILES = 32
     LEAST_MATRIX_SUB_TILES = 8        # of a task: packing a key block then costs a tenth of working with it
     MATRIX_SUB_BYTES = 3 << 18        # of a task's queries and sums: what leaves room for a block in 2 MB of L2
 

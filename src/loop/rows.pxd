@@ -49,7 +49,7 @@ cdef inline void describe_rows(sub_tile *s, const mha_problem *p, ptrdiff_t batc
 cdef inline mha_finish finish_of(const sub_tile *s, const mha_problem *p, ptrdiff_t row) noexcept nogil:
     """How row `row` and those behind it are finished."""
     cdef mha_finish how
-    how.lse_scale = p.lse_scale
+    how.lse_scale, how.out_scale = p.lse_scale, 1
     how.sink = &s.sink[row] if p.sink != NULL else NULL
     how.gate = &s.gate[row] if p.gate != NULL else NULL
     how.lse = <char **>&s.lse[row] if has_lse(p) else NULL

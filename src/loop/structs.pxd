@@ -1,5 +1,5 @@
 # What the modules of the loop share: the structures of a call, and the smallest helpers.
-from libc.stdint cimport int64_t
+from libc.stdint cimport int64_t, uint64_t
 
 from contract.dropout cimport mha_dropout
 from contract.instruction_set cimport mha_kernels
@@ -10,6 +10,7 @@ from loop.watch cimport watch
 
 cdef enum:
     MAX_SUB_TILES = 8     # of a task of row tiles
+    MAX_MATRIX_SUB_TILES = 32  # of a task for the matrix unit, whose sub-tiles are the smaller ones
     MAX_TASK_HEADS = 4    # of such a task: row heads whose rows share a mask
     N_ITEM = 12           # of the matrix unit; four are in use, with two buffers of scores and three of weights in turn
     MAX_ROWS = 64         # MHA_MAX_ROWS; members of a structure need a literal
@@ -83,6 +84,7 @@ cdef struct sub_tile:
     void *maximum
     void *total
     void *factor                     # of the weights, once maximum and total are known
+    uint64_t not_finite              # rows whose sum holds Inf or NaN, as bits, once they are finished
     mha_moments sums                 # statistics, and the scores at the offsets asked for: [row][offset]
     int64_t best_key[MAX_ROWS]
     double *offset_score
@@ -126,6 +128,7 @@ cdef struct workspace:
     mask_cache cached
     void *mask_work
     void *combine_work
+    void *again                      # rows of the output, where some are computed twice
     # a key block of a 16-bit type, widened, of each row head of the task
     void *key_tile[MAX_TASK_HEADS]
     void *value_tile[MAX_TASK_HEADS]

@@ -61,9 +61,9 @@ cdef inline size_t lay_out(workspace *w, void *base, const mha_problem *p, const
                            const plan *work) noexcept nogil:
     """Place a thread's buffers from `base` on, as large as the plan's tasks need them; return their size."""
     cdef arena a
-    cdef ptrdiff_t n_row = max(k.tile_rows if work.has_tiles else 0, MHA_MAX_DECODE_ROWS if work.has_decode else 0)
-    cdef ptrdiff_t n_score = max(k.tile_rows * MHA_KEY_BLOCK if work.has_tiles else 0,
-                                 MHA_MAX_DECODE_ROWS * MHA_KEY_SPLIT if work.has_decode else 0)
+    # Any rows may have to go through tiles in the end: see large_values.pxd.  Memory that nobody touches costs nothing.
+    cdef ptrdiff_t n_row = max(k.tile_rows, MHA_MAX_DECODE_ROWS if work.has_decode else 0)
+    cdef ptrdiff_t n_score = max(k.tile_rows * MHA_KEY_BLOCK, MHA_MAX_DECODE_ROWS * MHA_KEY_SPLIT if work.has_decode else 0)
     cdef ptrdiff_t i, n_sub = max(work.n_sub * work.n_task_head, work.n_matrix_sub), packed_size, sum_size
     cdef sub_tile unplaced
     a.base, a.used = <size_t>base, 0
@@ -85,13 +85,14 @@ cdef inline size_t lay_out(workspace *w, void *base, const mha_problem *p, const
     w.visible = take(&a, n_score * k.item_size)
     w.mask_work = take(&a, k.lanes * MHA_KEY_BLOCK * k.item_size)
     w.combine_work = take(&a, work.most_splits * k.item_size)
+    w.again = take(&a, k.tile_rows * p.value_width * k.stored_size)
     w.block_maximum = take(&a, n_row * k.item_size)
     w.rescale = take(&a, n_row * k.item_size)
     w.slope = take(&a, n_row * k.item_size)
     w.distance = take(&a, n_row * k.item_size)
     w.first = take(&a, n_row * k.item_size)
     w.last = take(&a, n_row * k.item_size)
-    if k.widen != NULL and work.has_tiles:
+    if k.widen != NULL:
         for i in range(work.n_task_head):
             w.key_tile[i] = take(&a, MHA_KEY_BLOCK * padded(k, p.head_width) * k.item_size)
             w.value_tile[i] = take(&a, MHA_KEY_BLOCK * padded(k, p.value_width) * k.item_size)

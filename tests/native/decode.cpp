@@ -183,16 +183,19 @@ template <class S> void check_combine(run &r, const mha_kernels &k) {
                 }
                 describe_ends(ends, lse, random, options, 1);
                 const T *maximum = &partial[padded(k, width)], *total = maximum + 1;
+                int is_finite = 0;
                 r.call([&] {
-                    k.decode.combine((char *)out.data, partial.data, maximum, total, stride * sizeof(T), n_partial,
-                                     width, 1.44269504, work.data, &ends.how);
+                    is_finite = k.decode.combine((char *)out.data, partial.data, maximum, total, stride * sizeof(T),
+                                                 n_partial, width, 1.44269504, work.data, &ends.how);
                 });
+                if (!is_finite) r.fail("the sum is said not to be finite");
                 wide most = -infinite, all = 0, right_lse;
                 for (ptrdiff_t i = 0; i < n_partial; i++) most = fmaxl(most, maximum[i * stride]);
                 for (ptrdiff_t i = 0; i < n_partial; i++)
                     all += total[i * stride] * right_weight(maximum[i * stride], most, 1.44269504L);
                 const wide factor =
-                    right_factor<T>(most, all, ends.how.lse_scale, ends.how.sink, ends.how.gate, right_lse);
+                    right_factor<T>(most, all, ends.how.lse_scale, ends.how.sink, ends.how.gate, right_lse) *
+                    ends.how.out_scale;
                 if (ends.how.lse)
                     r.near(lse[0], right_lse, epsilon<T> * 4 * (1 + fabsl(isfinite(right_lse) ? right_lse : 0)), "lse",
                            0, 0);

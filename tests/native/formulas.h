@@ -47,6 +47,7 @@ template <class T> void describe_ends(row_ends &ends, array<T> &lse, noise &rand
         ends.lse.push_back((char *)&lse[i]);
     }
     ends.how.lse_scale = options & 8 ? 0.125 : 1;
+    ends.how.out_scale = options & 16 ? 4 : 1;
     if (options & 1) ends.how.sink = ends.sink.data();
     if (options & 2) ends.how.gate = ends.gate.data();
     if (options & 4) ends.how.lse = ends.lse.data();

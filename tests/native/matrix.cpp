@@ -137,7 +137,7 @@ template <class S> struct pipeline {
         for (ptrdiff_t from = 0, slot = 0; from < at.n_key; from += m.block_keys, slot ^= 1) take_block(from, slot);
         m.release();
         mha_finish how = {};
-        how.lse_scale = exp_scale() * 0.693147180559945309, how.lse = lse;
+        how.lse_scale = exp_scale() * 0.693147180559945309, how.out_scale = 1, how.lse = lse;
         m.finish(out, sum.data, maximum.data, total.data, at.n_row, at.value_width, &how);
     }
 };

@@ -49,7 +49,7 @@ template <class F> F plant(F function) {
     X(mask.row)                                                                                                      \
     X(mask.tile)                                                                                                     \
     X(tile.pack_query) X(tile.begin) X(tile.scores) X(tile.adjust) X(tile.softmax) X(tile.values)                    \
-        X(tile.values_guarded) X(tile.finish) X(tile.store_weights) X(tile.finish_factors) X(tile.all_finite)        \
+        X(tile.values_guarded) X(tile.finish) X(tile.store_weights) X(tile.finish_factors) X(tile.replace_not_finite) X(tile.all_finite)        \
             X(decode.pack_query) X(decode.scores) X(decode.adjust) X(decode.softmax) X(decode.values)                \
                 X(decode.values_guarded) X(decode.combine) X(decode.all_finite) X(statistics.measure)                \
                     X(statistics.finish) X(statistics.add_received) X(dropout.keep_tile) X(dropout.drop_tile)        \

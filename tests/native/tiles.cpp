@@ -293,7 +293,7 @@ void check_finish(run &r, decltype(mha_tile_kernels::finish) finish, ptrdiff_t l
     noise random;
     for (ptrdiff_t n_row : r.of({1, lanes + 1, R - 1, R}))
         for (ptrdiff_t width : r.of({1, 2, lanes - 1, lanes, lanes + 1, 2 * lanes, 2 * lanes + 1, 64}))
-            for (int options = 0; options < (r.timing ? 1 : 16); options++) {
+            for (int options = 0; options < (r.timing ? 1 : 32); options++) {
                 r.sized("%td rows, width %td, options %d", n_row, width, options);
                 const ptrdiff_t row_size = width + options % 3;
                 array<T> sum(r, width * R), before(r, width * R), maximum(r, R), total(r, R), lse(r, R);
@@ -308,15 +308,18 @@ void check_finish(run &r, decltype(mha_tile_kernels::finish) finish, ptrdiff_t l
                 }
                 for (ptrdiff_t i = 0; i < n_row; i++) row.push_back((char *)&out[i * row_size]);
                 describe_ends(ends, lse, random, options, n_row);
+                uint64_t not_finite = 1;
                 r.call([&] {
                     sum.copy(before);
-                    finish(row.data(), sum.data, maximum.data, total.data, n_row, width, &ends.how);
+                    not_finite = finish(row.data(), sum.data, maximum.data, total.data, n_row, width, &ends.how);
                 });
+                if (not_finite) r.fail("row bits %llx, but all sums are finite", (unsigned long long)not_finite);
                 for (ptrdiff_t i = 0; i < n_row; i++) {
                     wide right_lse;
                     const wide factor =
                         right_factor<T>(maximum[i], total[i], ends.how.lse_scale, ends.how.sink ? &ends.sink[i] : NULL,
-                                        ends.how.gate ? &ends.gate[i] : NULL, right_lse);
+                                        ends.how.gate ? &ends.gate[i] : NULL, right_lse) *
+                        ends.how.out_scale;
                     if (ends.how.lse)
                         r.near(lse[i], right_lse, epsilon<T> * 4 * (1 + fabsl(isfinite(right_lse) ? right_lse : 0)),
                                "lse", i, 0);
@@ -331,6 +334,29 @@ void check_finish(run &r, decltype(mha_tile_kernels::finish) finish, ptrdiff_t l
             }
 }
 
+// Which rows are not finite, and what replaces them.
+template <class S> void check_rows_not_finite(run &r, decltype(mha_tile_kernels::finish) finish, ptrdiff_t R) {
+    typedef typename arithmetic<S>::type T;
+    noise random;
+    for (ptrdiff_t n_row : r.of({1, R - 1, R}))
+        for (ptrdiff_t width : r.of({1, 7, 64})) {
+            r.sized("%td rows, width %td, not finite", n_row, width);
+            const ptrdiff_t bad[] = {0, n_row / 2, n_row - 1};
+            array<T> sum(r, width * R), maximum(r, R), total(r, R);
+            array<S> out(r, n_row * width);
+            std::vector<char *> row;
+            row_ends ends;
+            uint64_t right = 0, found = 0;
+            fill_scores(sum, random, width, R);
+            for (ptrdiff_t i = 0; i < R; i++) put_number(maximum[i], 0), put_number(total[i], 1);
+            for (ptrdiff_t i : bad) put_number(sum[(width - 1) * R + i], i % 2 ? infinite : wide(NAN)), right |= 1ull << i;
+            for (ptrdiff_t i = 0; i < n_row; i++) row.push_back((char *)&out[i * width]);
+            ends.how.lse_scale = ends.how.out_scale = 1;
+            r.call([&] { found = finish(row.data(), sum.data, maximum.data, total.data, n_row, width, &ends.how); });
+            if (found != right) r.fail("row bits %llx", (unsigned long long)found);
+        }
+}
+
 namespace {
 
 template <class T> void check_finish_factors(run &r, const mha_kernels &k) {
@@ -338,7 +364,7 @@ template <class T> void check_finish_factors(run &r, const mha_kernels &k) {
     noise random;
     const ptrdiff_t R = k.tile_rows;
     for (ptrdiff_t n_row : r.of(some_rows(k)))
-        for (int options = 0; options < (r.timing ? 1 : 16); options++) {
+        for (int options = 0; options < (r.timing ? 1 : 32); options++) {
             r.sized("%td rows, options %d", n_row, options);
             array<T> factor(r, R), maximum(r, R), total(r, R), lse(r, R);
             row_ends ends;
@@ -351,13 +377,30 @@ template <class T> void check_finish_factors(run &r, const mha_kernels &k) {
                 wide right_lse;
                 const wide right =
                     right_factor<T>(maximum[i], total[i], ends.how.lse_scale, ends.how.sink ? &ends.sink[i] : NULL,
-                                    ends.how.gate ? &ends.gate[i] : NULL, right_lse);
+                                    ends.how.gate ? &ends.gate[i] : NULL, right_lse) *
+                        ends.how.out_scale;
                 r.near(factor[i], right, epsilon<T> * 4 * fabsl(right), "factor", i, 0);
                 if (ends.how.lse)
                     r.near(lse[i], right_lse, epsilon<T> * 4 * (1 + fabsl(isfinite(right_lse) ? right_lse : 0)), "lse",
                            i, 0);
             }
         }
+}
+
+template <class S> void check_replace_not_finite(run &r, const mha_kernels &k) {
+    if (!r.wants("tile.replace_not_finite")) return;
+    for (ptrdiff_t width : r.of({1, 2, 17, 64})) {
+        r.sized("width %td", width);
+        array<S> out(r, width), second(r, width);
+        const wide first[] = {1, infinite, -infinite, wide(NAN), 0, -2};
+        for (ptrdiff_t d = 0; d < width; d++) put_number(second[d], 8);
+        r.call([&] {
+            for (ptrdiff_t d = 0; d < width; d++) put_number(out[d], first[d % 6]);
+            k.tile.replace_not_finite((char *)out.data, (const char *)second.data, width);
+        });
+        for (ptrdiff_t d = 0; d < width; d++)
+            r.near(number(out[d]), d % 6 >= 1 && d % 6 <= 3 ? wide(8) : first[d % 6], 0, "out", 0, d);
+    }
 }
 
 template <class S> void check_store_weights(run &r, const mha_kernels &k) {
@@ -400,7 +443,7 @@ template <class S> void check_store_weights(run &r, const mha_kernels &k) {
 
 template <class S> void check_tiles(run &r, const mha_kernels &k) {
     typedef typename arithmetic<S>::type T;
-    static_assert(sizeof(mha_tile_kernels) == 11 * sizeof(void *),
+    static_assert(sizeof(mha_tile_kernels) == 12 * sizeof(void *),
                   "a new function of mha_tile_kernels wants its check");
     check_widen<S>(r, k);
     check_pack_query<S>(r, k);
@@ -411,8 +454,12 @@ template <class S> void check_tiles(run &r, const mha_kernels &k) {
     check_values<T>(r, k);
     check_all_finite<T>(r, "tile.all_finite", k.tile.all_finite, some_widths(k));
     check_all_finite<S>(r, "decode.all_finite", k.decode.all_finite, some_widths(k));
-    if (r.wants("tile.finish")) check_finish<S>(r, k.tile.finish, k.lanes, k.tile_rows);
+    if (r.wants("tile.finish")) {
+        check_finish<S>(r, k.tile.finish, k.lanes, k.tile_rows);
+        check_rows_not_finite<S>(r, k.tile.finish, k.tile_rows);
+    }
     check_finish_factors<T>(r, k);
+    check_replace_not_finite<S>(r, k);
     check_store_weights<S>(r, k);
 }
 
