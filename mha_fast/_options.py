@@ -232,7 +232,7 @@ def _first_of_the_last(call: "Call") -> Array:
         return np.empty(0, np.int64)
     n_query = call.query.shape[-2] if call.q_lengths is None else call.q_lengths
     if call.kv_lengths is None:
-        return np.full(call.batch_shape, call.key.shape[-2] - n_query)
+        return _checks.filled(call.batch_shape, call.key.shape[-2] - n_query)
     return call.kv_lengths - n_query
 
 
