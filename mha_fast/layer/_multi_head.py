@@ -510,9 +510,11 @@ class MultiHeadAttention(HeadViews):
             tokens of the cache are then as they were.
         """
         LAYER.check_names(options)
-        passed: dict[str, Any] = {**options, "attn_mask": attn_mask, "return_lse": return_lse}
+        passed: dict[str, Any] = dict(options)
+        if is_causal is not None:
+            passed["is_causal"] = is_causal
         out = passed.pop("out", None)
-        query_offset, kv_lengths = passed.pop("query_offset", 0), passed.pop("kv_lengths", None)
+        query_offset, kv_lengths = passed.get("query_offset", 0), passed.get("kv_lengths")
         if cache is None:
             if counts is not None:
                 raise ValueError("counts is given without cache; expected kv_lengths instead")
@@ -531,18 +533,21 @@ class MultiHeadAttention(HeadViews):
         heads = self._parameters.project(*inputs)
         joined = np.empty((*batch_shape, n_query, self.num_heads, self.value_width), self.dtype)
         passed["out"] = joined.swapaxes(-3, -2)
-        passed["is_causal"] = cache is not None if is_causal is None else is_causal
         if cache is None:
             if self.position is not None:
                 first = _inputs.first_position(query_offset, kv_lengths, n_query, n_key)
                 self._put_in_position(heads, _inputs.positions_from(first, n_query))
-            passed |= {"query_offset": query_offset, "kv_lengths": kv_lengths}
-            result = attention(*heads, **passed)
+            result = attention(
+                heads[QUERY], heads[KEY], heads[VALUE], attn_mask, return_lse=return_lse, **passed
+            )
         else:
             if self.position is not None:
                 positions = _inputs.positions_from(cache.lengths + cache.dropped, n_query)
                 self._put_in_position(heads, positions, positions)
-            result = _attend_cached(cache, heads, passed | {"counts": counts})
+            for name in ("query_offset", "kv_lengths"):  # which have no effect, or were refused
+                passed.pop(name, None)
+            passed |= {"attn_mask": attn_mask, "return_lse": return_lse, "counts": counts}
+            result = _attend_cached(cache, heads, passed)
         projected = self._parameters.output(joined, out)
         return (projected, result[1]) if return_lse else projected
 
