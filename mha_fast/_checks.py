@@ -362,6 +362,8 @@ def per_head_only(name: str, x: Any, n_head: int) -> Array:
 def chosen(name: str, which: Any, n: int) -> Array:
     """Return the numbers that an index (int, slice, list or array) picks from 0 ... n - 1."""
     expected = "an int, a slice, or ints or bools"
+    if which is None:
+        raise TypeError(f"{name} is None; expected {expected}")
     if isinstance(which, slice):
         try:
             return np.arange(*which.indices(n), dtype=np.int64)
@@ -388,6 +390,8 @@ def chosen(name: str, which: Any, n: int) -> Array:
 
 def boundaries(name: str, x: Any, n_row: int, rows_of: str) -> Array:
     """Return the n + 1 boundaries of n packed sequences as int64."""
+    if x is None:
+        raise TypeError(f"{name} is None; expected integers, (sequences + 1,)")
     result = array(name, x)
     if result.dtype.kind not in "iu":
         raise TypeError(f"{name} has dtype {result.dtype}; expected integers")

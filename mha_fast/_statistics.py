@@ -176,6 +176,8 @@ def _key_sets(key_sets: Any, keys: tuple[int, ...]) -> Array | None:
 
 def _members(name: str, which: Any, keys: tuple[int, ...]) -> Array:
     """Return (n_batch, n_key) of 0 and 1 from a bool array or a list of key numbers."""
+    if which is None:
+        raise TypeError(f"{name} is None; expected a bool array, or ints or bools that pick keys")
     array = _checks.array(name, which)
     if array.ndim == 0 and array.dtype.kind in "iub":
         raise ValueError(f"{name} is {which!r}; expected a bool array or a list of key numbers")
