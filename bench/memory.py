@@ -20,6 +20,7 @@ from .cases import Case, make_inputs
 
 MIB = 1 << 20
 _SMALL = 16
+_TILE = 64  # rows and keys that take the code of a long call
 
 
 def _status_bytes(field):
@@ -68,7 +69,7 @@ def extra_bytes(options: argparse.Namespace) -> int:
 def _rise_of_mha_fast(case, inputs, options):
     out = np.empty_like(inputs.query)
     out.fill(0)  # untouched pages would count as memory of the call
-    small = make_inputs(replace(case, n_query=_SMALL, n_key=_SMALL))
+    small = make_inputs(replace(case, n_query=_TILE, n_key=_TILE))
     mha_fast.attention(*small, is_causal=case.is_causal)  # pages of code are read at the first call
     before = resident_now()
     mha_fast.attention(*inputs, is_causal=case.is_causal, num_threads=options.threads, out=out)

@@ -3,6 +3,7 @@
 import inspect
 import os
 import pydoc
+import site
 import subprocess
 import sys
 from pathlib import Path
@@ -73,8 +74,12 @@ def check(text, folder):
     pytest.importorskip("mypy", reason="the types are checked by mypy")
     file = folder / "user.py"
     file.write_text(text, encoding="utf-8")
-    # An editable install hides the package behind an import hook, which mypy does not ask.
-    environment = os.environ | {"MYPYPATH": str(Path(mha_fast.__file__).parents[1])}
+    # An editable install hides the package behind an import hook, which mypy does not ask; where it
+    # looks anyway it does not want to be told.
+    folder_of_package = Path(mha_fast.__file__).parents[1]
+    environment = dict(os.environ)
+    if folder_of_package not in map(Path, site.getsitepackages()):
+        environment["MYPYPATH"] = str(folder_of_package)
     command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", "--config-file="]
     return subprocess.run(
         [*command, f"--cache-dir={folder / 'cache'}", str(file)],

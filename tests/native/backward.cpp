@@ -76,18 +76,20 @@ template <class S> void check_row_products(run &r, const mha_kernels &k) {
                 r.sized("%td rows, width %td, grad_lse %d", n_row, width, with_lse);
                 rows<S> grad(n_row, width, GAPS, random), out(n_row, width, BACKWARD, random);
                 array<T> delta(r, n_row), grad_lse(r, n_row);
+                std::vector<uint8_t> silent(n_row, 0);
                 std::vector<char *> to;
                 std::vector<const char *> from = grad.addresses(), other = out.addresses(), lse;
                 fill_scores(grad_lse, random, n_row, 1);
                 for (ptrdiff_t i = 0; i < n_row; i++)
                     to.push_back((char *)&delta[i]), lse.push_back((char *)&grad_lse[i]);
-                if (n_row > 2) {  // a row of zeros: the product is 0 whatever the gradient holds
+                if (n_row > 2) {  // a silent row of zeros: the product is 0 whatever the gradient holds
+                    silent[2] = 1;
                     for (ptrdiff_t d = 0; d < width; d++) put_number(out.at(2, d), 0);
                     put_number(grad.at(2, 0), wide(NAN));
                 }
                 r.call([&] {
-                    k.backward.row_products(to.data(), from.data(), other.data(), with_lse ? lse.data() : NULL, n_row,
-                                            width);
+                    k.backward.row_products(to.data(), from.data(), other.data(), with_lse ? lse.data() : NULL,
+                                            silent.data(), n_row, width);
                 });
                 for (ptrdiff_t i = 0; i < n_row; i++) {
                     wide right = 0, size = 1;
