@@ -267,12 +267,13 @@ def copied(x: Array, dtype: np.dtype[Any]) -> Array:
 
 def result(name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype[Any], like: str) -> Array:
     """Return the array, if it can receive a result of this shape and dtype."""
-    if isinstance(x, np.ma.MaskedArray):
-        raise TypeError(
-            f"{name} is a masked array, whose mask would be kept; expected a plain array"
-        )
-    if not isinstance(x, np.ndarray):
-        raise TypeError(f"{name} is of type {type(x).__name__}; expected a NumPy array")
+    if type(x) is not np.ndarray:  # to ask for numpy.ma is to import it
+        if isinstance(x, np.ma.MaskedArray):
+            raise TypeError(
+                f"{name} is a masked array, whose mask would be kept; expected a plain array"
+            )
+        if not isinstance(x, np.ndarray):
+            raise TypeError(f"{name} is of type {type(x).__name__}; expected a NumPy array")
     if x.dtype != dtype:
         raise TypeError(f"{name} has dtype {x.dtype}; expected {dtype} like {like}")
     if x.shape != shape:
