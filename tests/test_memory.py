@@ -12,9 +12,8 @@ pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="reads /proc, which only Linux has"
 )
 
-# The peak counts memory of the process, the kernel's included; Python's own tracing would not
-# see that. Inputs and output are touched before the first reading.
-PEAK = """
+# peak() is the most memory of the process so far, in MiB.
+START = """
 import numpy as np
 import mha_fast
 
@@ -22,7 +21,11 @@ def peak():
     with open("/proc/self/status") as status:
         line = next(line for line in status if line.startswith("VmHWM"))
     return int(line.split()[1]) / 1024
+"""
 
+# The peak counts memory of the process, the kernel's included; Python's own tracing would not
+# see that. Inputs and output are touched before the first reading.
+PEAK = """
 n = {n}
 rng = np.random.default_rng(0)
 query, key, value = (rng.standard_normal((n, 64), dtype=np.float32) for _ in range(3))
@@ -49,21 +52,13 @@ CALLS = {
 @pytest.mark.parametrize("call", CALLS)
 def test_peak_stays_under_32_mib(call, tmp_path):
     code = PEAK.format(n=16384, arguments=CALLS[call])
-    process = run_python(code, tmp_path)
+    process = run_python(START + code, tmp_path)
     above, finite = process.stdout.split()
     assert float(above) < 32, process.stderr
     assert finite == "True"
 
 
 FEW_QUERIES = """
-import numpy as np
-import mha_fast
-
-def peak():
-    with open("/proc/self/status") as status:
-        line = next(line for line in status if line.startswith("VmHWM"))
-    return int(line.split()[1]) / 1024
-
 rng = np.random.default_rng(0)
 query = rng.standard_normal((64, 8, 64), dtype=np.float32)
 key, value = (np.broadcast_to(rng.standard_normal((1, 64), dtype=np.float32), (64, 1 << 20, 64))
@@ -79,19 +74,11 @@ print(peak() - before)
 
 def test_few_queries_take_memory_for_the_keys_they_see(tmp_path):
     """A partial result for each 512 of a million keys would take 300 MiB here."""
-    process = run_python(FEW_QUERIES, tmp_path)
+    process = run_python(START + FEW_QUERIES, tmp_path)
     assert float(process.stdout) < 16, process.stderr
 
 
 NO_ROWS = """
-import numpy as np
-import mha_fast
-
-def peak():
-    with open("/proc/self/status") as status:
-        line = next(line for line in status if line.startswith("VmHWM"))
-    return int(line.split()[1]) / 1024
-
 n_batch = 1_000_000_000
 query, key = (np.broadcast_to(np.ones((2, n, 4), np.float32), (n_batch, 2, n, 4)) for n in (0, 3))
 before = peak()
@@ -104,7 +91,7 @@ print(peak() - before)
 
 
 def test_a_result_without_rows_takes_no_memory_for_its_batch_entries(tmp_path):
-    process = run_python(NO_ROWS, tmp_path)
+    process = run_python(START + NO_ROWS, tmp_path)
     assert float(process.stdout) < 16, process.stderr
 
 
